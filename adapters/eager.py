@@ -1,0 +1,51 @@
+"""The eager backend: a module gets a hook only while some live intervention names it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from adapters.interleave import Interleaver, Key, no_such_module
+from adapters.points import LOGITS_KEY, SAMPLED_KEY
+
+
+class Hooks:
+    """The hooks of one model. Nothing is attached until `attach`, nothing is left after `clear`."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self._handles: dict[Key, RemovableHandle] = {}
+
+    def attach(self, key: Key, il: Interleaver) -> None:
+        """Call `il.visit(key, ...)` when the module runs: its output, or (args, kwargs) for its input."""
+        if key in self._handles or key is LOGITS_KEY or key is SAMPLED_KEY:
+            return
+        path, side = key
+        try:
+            module = self.model.get_submodule(path)
+        except AttributeError:
+            raise no_such_module(path, [n for n, _ in self.model.named_modules() if n]) from None
+        visit = il.visit
+
+        def out(module: torch.nn.Module, args: Any, output: Any) -> None:
+            if key in il.waiting:
+                visit(key, output)
+
+        def into(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+            if key in il.waiting:
+                visit(key, (args, kwargs))
+
+        self._handles[key] = (
+            module.register_forward_hook(out) if side == "out" else module.register_forward_pre_hook(into, with_kwargs=True)
+        )
+
+    def clear(self) -> None:
+        """Take every hook off again."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def __len__(self) -> int:
+        return len(self._handles)

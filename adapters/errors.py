@@ -1,0 +1,68 @@
+"""Every way an intervention can go wrong: one class each, and messages that carry the point, the shapes and the user's line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+_HERE = str(Path(__file__).resolve().parent)
+
+
+class InterventionError(Exception):
+    """Base of every error that the runtime raises about an intervention."""
+
+
+class PassedError(InterventionError):
+    """The model had already gone past this point in this pass."""
+
+
+class NeverRanError(InterventionError):
+    """The pass ended and this location had not run."""
+
+
+class UnknownPointError(InterventionError, AttributeError):
+    """No point or module of that name; the message suggests near ones."""
+
+
+class PointRefusedError(InterventionError):
+    """The family or the engine lacks this point, or the name would mean something else there."""
+
+
+class WriteError(InterventionError, ValueError):
+    """A write of another shape, dtype or device; nothing was written."""
+
+
+class StaleWriteError(InterventionError):
+    """A value was edited in place after the model had gone past its point, so the edit could not take part."""
+
+
+class BadCaptureError(InterventionError):
+    """A saved activation is empty, all zero or not finite, and the intervention did not make it so."""
+
+
+class NotDeclaredError(InterventionError):
+    """The point is not among the taps that the engine was loaded with."""
+
+
+class LoadError(Exception):
+    """The engine cannot be loaded this way; the message says what to change."""
+
+
+def user_line() -> str:
+    """`file:line` of the innermost frame outside this package: where the user's code stands.
+
+    Empty when there is none, which is when the library calls itself.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_HERE) and "greenlet" not in name:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def at_user_line(message: str) -> str:
+    """`message` with the user's file and line, where there is one."""
+    where = user_line()
+    return f"{message} (at {where})" if where else message
