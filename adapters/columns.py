@@ -48,7 +48,9 @@ def all_columns() -> dict[str, Column]:
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         if point.name in found:
             raise ValueError(f"entry point {point.value!r} claims the column name {point.name!r}, which is taken")
-        found[point.name] = Column(point.name, point.value, f"from {point.dist.name if point.dist else 'an entry point'}")
+        found[point.name] = Column(
+            point.name, point.value, f"from {point.dist.name if point.dist else 'an entry point'}"
+        )
     return found
 
 

@@ -38,7 +38,9 @@ class Hooks:
                 visit(key, (args, kwargs))
 
         self._handles[key] = (
-            module.register_forward_hook(out) if side == "out" else module.register_forward_pre_hook(into, with_kwargs=True)
+            module.register_forward_hook(out)
+            if side == "out"
+            else module.register_forward_pre_hook(into, with_kwargs=True)
         )
 
     def clear(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import FrameType
 
 _HERE = str(Path(__file__).resolve().parent)
 
@@ -53,12 +54,12 @@ def user_line() -> str:
 
     Empty when there is none, which is when the library calls itself.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_HERE) and "greenlet" not in name:
             return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""
 
 

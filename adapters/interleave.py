@@ -192,7 +192,9 @@ class Interleaver:
 def no_such_module(path: str, known: Sequence[str]) -> UnknownPointError:
     """The error for a module path that the model does not have, with near ones."""
     near = difflib.get_close_matches(path, known, n=3, cutoff=0.6)
-    return UnknownPointError(at_user_line(f"the model has no module {path!r}" + (f"; did you mean {' or '.join(near)}?" if near else "")))
+    return UnknownPointError(
+        at_user_line(f"the model has no module {path!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+    )
 
 
 def _run(m: Pass) -> None:

@@ -30,7 +30,7 @@ class _Layered:
     def __init__(self, m: Pass, name: str) -> None:
         self._m, self._name = m, name
 
-    def __getitem__(self, layer: int) -> torch.Tensor:
+    def __getitem__(self, layer: int) -> Any:
         return self._m._read(self._m._points.at(self._name, layer))
 
     def __setitem__(self, layer: int, value: torch.Tensor) -> None:
@@ -49,7 +49,7 @@ class _Module:
         self._m, self._path = m, path
 
     @property
-    def input(self) -> torch.Tensor:
+    def input(self) -> Any:
         return self._m._read(self._m._engine_location(self._path, "in"))
 
     @input.setter
@@ -57,7 +57,7 @@ class _Module:
         self._m._write(self._m._engine_location(self._path, "in"), value)
 
     @property
-    def output(self) -> torch.Tensor:
+    def output(self) -> Any:
         return self._m._read(self._m._engine_location(self._path, "out"))
 
     @output.setter
@@ -92,6 +92,7 @@ class Pass:
         self.is_prompt = True
         self.thread: Any = None
         self._hub: Any = None
+        self._positions: torch.Tensor | None = None
         self._value: Any = None
         self._loc: Location | None = None
         self._pair: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -156,7 +157,7 @@ class Pass:
     def _begin(self, index: int, rows: Rows, first: int, n: int, is_prompt: bool) -> None:
         self._index, self._rows, self._first, self._n, self.is_prompt = index, rows, first, n, is_prompt
         self.step += 1
-        self._positions: torch.Tensor | None = None
+        self._positions = None
         self._key: tuple[str, str] | None = None
         self._rank = -1
         self._payload: Any = None
@@ -173,9 +174,17 @@ class Pass:
         rank = loc.rank
         if rank >= 0:
             if rank <= self._rank:
-                raise PassedError(at_user_line(f"{loc} had already passed when it was read: the model was at {self._loc or 'a later point'}"))
+                raise PassedError(
+                    at_user_line(
+                        f"{loc} had already passed when it was read: the model was at {self._loc or 'a later point'}"
+                    )
+                )
         elif self._il.is_behind(loc, self._rank):
-            raise PassedError(at_user_line(f"{loc} had already passed when it was read: the model was at {self._loc or 'a later layer'}"))
+            raise PassedError(
+                at_user_line(
+                    f"{loc} had already passed when it was read: the model was at {self._loc or 'a later layer'}"
+                )
+            )
         if loc.key != self._key:
             # The hub resumes this with what the model holds there; it may have moved to another greenlet since.
             if self._hub is None:
@@ -194,8 +203,16 @@ class Pass:
             return self._rows.sampled(payload, self._index)
         if site.side == "in":
             args, kwargs = payload
-            found = kwargs[site.arg] if site.arg in kwargs else args[site.index] if len(args) > site.index else next(iter(kwargs.values()))
-            second = args[site.index + 1] if site.form == "pair" and len(args) > site.index + 1 else kwargs.get("residual")
+            found = (
+                kwargs[site.arg]
+                if site.arg in kwargs
+                else args[site.index]
+                if len(args) > site.index
+                else next(iter(kwargs.values()))
+            )
+            second = (
+                args[site.index + 1] if site.form == "pair" and len(args) > site.index + 1 else kwargs.get("residual")
+            )
         else:
             found, second = payload, None
             if not isinstance(payload, torch.Tensor):
@@ -208,7 +225,7 @@ class Pass:
             return self._sum(x, self._rows.of(second, self._index))
         if loc.hi:
             x = x[..., loc.lo : loc.hi]
-        return x.unflatten(-1, (-1, loc.head_dim)) if loc.head_dim else x
+        return x.view(*x.shape[:-1], -1, loc.head_dim) if loc.head_dim else x
 
     def _sum(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         self._pair = (hidden, residual)
@@ -239,7 +256,9 @@ class Pass:
         if value is current:
             return
         if isinstance(current, tuple):
-            raise WriteError(at_user_line(f"{loc} hands out a tuple of {len(current)} tensors: edit one of them in place"))
+            raise WriteError(
+                at_user_line(f"{loc} hands out a tuple of {len(current)} tensors: edit one of them in place")
+            )
         _check_write(loc, current, value)
         current.copy_(value)
 
@@ -278,7 +297,9 @@ def _check_write(loc: Location, current: torch.Tensor, value: Any) -> None:
         ("device", current.device, value.device),
     ):
         if wanted != got:
-            raise WriteError(at_user_line(f"{loc}: the {what} there is {wanted}, the write has {got}; nothing was written"))
+            raise WriteError(
+                at_user_line(f"{loc}: the {what} there is {wanted}, the write has {got}; nothing was written")
+            )
 
 
 def _layered(name: str) -> property:

@@ -230,7 +230,9 @@ class Points:
         """`"resid_post.15"` or `"logits"` -> its location."""
         name, _, layer = text.partition(".")
         if layer and not layer.lstrip("-").isdigit():
-            raise UnknownPointError(f"{text!r} is not a point: the part after the dot is a layer number, as in 'resid_post.15'")
+            raise UnknownPointError(
+                f"{text!r} is not a point: the part after the dot is a layer number, as in 'resid_post.15'"
+            )
         return self.at(name, int(layer) if layer else None)
 
     def _resolve(self, name: str, layer: int | None) -> Location:
@@ -244,7 +246,11 @@ class Points:
         layered = name in PER_LAYER
         if layered != (layer is not None):
             raise UnknownPointError(
-                at_user_line(f"{name} is one per layer: write m.{name}[layer]" if layered else f"{name} has no layers: write m.{name}")
+                at_user_line(
+                    f"{name} is one per layer: write m.{name}[layer]"
+                    if layered
+                    else f"{name} has no layers: write m.{name}"
+                )
             )
         n = self.dims.layers
         if layer is not None and not -n <= layer < n:
@@ -267,7 +273,16 @@ class Points:
             return Location(name, None, site, LOGITS_KEY if name == "logits" else SAMPLED_KEY, rank)
         path = site.path.format(l=layer)
         lo, hi = self._columns(site)
-        return Location(name, layer, replace(site, path=path), (path, site.side), rank, lo, hi, self.dims.head_dim if site.heads else 0)
+        return Location(
+            name,
+            layer,
+            replace(site, path=path),
+            (path, site.side),
+            rank,
+            lo,
+            hi,
+            self.dims.head_dim if site.heads else 0,
+        )
 
     def _columns(self, site: Site) -> tuple[int, int]:
         d = self.dims
@@ -277,4 +292,6 @@ class Points:
 
     def module(self, path: str, side: Literal["in", "out"]) -> Location:
         """A module by path, for what has no canonical name; its place in the order is its layer's, as far as known."""
-        return Location(f"at({path!r}).{'input' if side == 'in' else 'output'}", None, Site(path, side), (path, side), -1)
+        return Location(
+            f"at({path!r}).{'input' if side == 'in' else 'output'}", None, Site(path, side), (path, side), -1
+        )

@@ -19,7 +19,7 @@ from adapters.trace import steps_of, trace_of
 Prompt = str | Sequence[int]
 
 
-@dataclass
+@dataclass(repr=False)
 class Output:
     """What one request gave back.
 
@@ -33,7 +33,7 @@ class Output:
     saves: Mapping[str, list[Any]] = field(default_factory=dict)
     error: BaseException | None = None
     stopped: bool = False
-    tokenizer: Any = field(default=None, repr=False)
+    tokenizer: Any = None
 
     @property
     def text(self) -> str | None:
@@ -42,6 +42,11 @@ class Output:
             return None
         decoded: str = self.tokenizer.decode(self.token_ids, skip_special_tokens=True)
         return decoded
+
+    def __repr__(self) -> str:
+        kept = ", ".join(f"{name} x{len(entries)}" for name, entries in self.saves.items()) or "nothing"
+        ended = f", error={self.error!r}" if self.error is not None else ", stopped" if self.stopped else ""
+        return f"Output({self.request}: {len(self.prompt_token_ids)} + {len(self.token_ids)} tokens, {self.text!r}, saved {kept}{ended})"
 
     def cat(self, name: str) -> torch.Tensor:
         """All saves of `name` joined along their first axis; scalars are stacked."""
@@ -70,6 +75,8 @@ class Engine(Protocol):
     in_process: bool
 
     def run(self, asks: Sequence[Ask]) -> list[Output]: ...
+
+    def describe(self) -> dict[str, Any]: ...
 
     def close(self) -> None: ...
 
@@ -116,7 +123,10 @@ class Runtime:
         shared = self._edits(edits)
         stops = () if ignore_eos else self._eos()
         sampling = Sampling(max_new_tokens, temperature, seed, stops)
-        asks = [Ask(self._next_id(), ids, sampling, (*shared, *((f,) if f else ()))) for ids, f in zip(asked, own, strict=True)]
+        asks = [
+            Ask(self._next_id(), ids, sampling, (*shared, *((f,) if f else ())))
+            for ids, f in zip(asked, own, strict=True)
+        ]
         outputs = self.engine.run(asks)
         failed = next((o.error for o in outputs if o.error is not None), None)
         if failed is not None and on_error == "raise":
@@ -143,7 +153,9 @@ class Runtime:
     def remove(self, name: str) -> None:
         """Take an installed intervention off; later requests run as if it had never been there."""
         if name not in self._installed:
-            raise KeyError(f"no intervention named {name!r} is installed; installed: {', '.join(self._installed) or 'none'}")
+            raise KeyError(
+                f"no intervention named {name!r} is installed; installed: {', '.join(self._installed) or 'none'}"
+            )
         del self._installed[name]
 
     def points(self) -> tuple[str, ...]:
@@ -171,7 +183,9 @@ class Runtime:
     def _ask(self, prompt: Prompt, max_new_tokens: int) -> Ask:
         if not self.engine.in_process:
             raise LoadError("trace() and steps() need the engine in this process; use run() with a function instead")
-        return Ask(self._next_id(), self._ids(prompt), Sampling(max_new_tokens, stop_token_ids=self._eos()), self._edits(None))
+        return Ask(
+            self._next_id(), self._ids(prompt), Sampling(max_new_tokens, stop_token_ids=self._eos()), self._edits(None)
+        )
 
     def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[tuple[int, ...]]:
         if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
@@ -187,7 +201,11 @@ class Runtime:
         vocab = self.engine.points.dims.vocab
         bad = next((t for t in ids if not 0 <= t < vocab), None)
         if not ids or bad is not None:
-            raise ValueError("a prompt needs at least one token" if not ids else f"token id {bad} is outside the vocabulary of {vocab}")
+            raise ValueError(
+                "a prompt needs at least one token"
+                if not ids
+                else f"token id {bad} is outside the vocabulary of {vocab}"
+            )
         return ids
 
     def _own(self, given: Intervention | Sequence[Intervention | None] | None, n: int) -> list[Intervention | None]:
@@ -233,7 +251,9 @@ def load(
     path = Path(model)
     if not path.is_dir():
         if resolve is None:
-            raise LoadError(f"{model!r} is not a folder; tapgrid.load also takes the names of embedded models and hub ids")
+            raise LoadError(
+                f"{model!r} is not a folder; tapgrid.load also takes the names of embedded models and hub ids"
+            )
         path = resolve(str(model))
     if engine == "hf":
         from adapters.engines.hf import load_hf

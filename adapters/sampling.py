@@ -23,7 +23,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}: a pass is what interventions run in")
+            raise ValueError(
+                f"max_new_tokens must be at least 1, not {self.max_new_tokens}: a pass is what interventions run in"
+            )
         if self.temperature < 0:
             raise ValueError(f"temperature must not be negative: {self.temperature}")
 
@@ -36,7 +38,9 @@ class Sampling:
         return torch.Generator().manual_seed(self.seed) if self.temperature and self.seed is not None else None
 
 
-def draw(logits: torch.Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator | None]) -> torch.Tensor:
+def draw(
+    logits: torch.Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator | None]
+) -> torch.Tensor:
     """Next token ids, int64 [batch], from logits [batch, vocab]; each row by its own settings."""
     greedy = logits.argmax(-1)
     if not any(s.temperature for s in samplings):

@@ -52,13 +52,15 @@ class HFEngine:
         self.hooks.attach(key, self.il)
 
     def weight(self, path: str) -> torch.Tensor:
-        return self.model.get_parameter(path).detach()
+        parameter: torch.Tensor = self.model.get_parameter(path).detach()
+        return parameter
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
-        return self.model.get_submodule(self.points.sites["final_norm"].path)(x)
+        normed: torch.Tensor = self.model.get_submodule(self.points.sites["final_norm"].path)(x)
+        return normed
 
     def unembed(self, x: torch.Tensor) -> torch.Tensor:
-        logits = self.model.get_output_embeddings()(self.norm(x))
+        logits: torch.Tensor = self.model.get_output_embeddings()(self.norm(x))
         cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
         return torch.tanh(logits / cap) * cap if cap else logits
 
@@ -68,7 +70,8 @@ class HFEngine:
         batch = [Row(self.il.live(a.id, a.fns, a.body), a.prompt, a.sampling) for a in asks]
         self.generate(batch)
         return [
-            Output(r.live.id, r.prompt, tuple(r.new), r.live.saves, r.live.error, r.live.stopped, self.tokenizer) for r in batch
+            Output(r.live.id, r.prompt, tuple(r.new), r.live.saves, r.live.error, r.live.stopped, self.tokenizer)
+            for r in batch
         ]
 
     def generate(self, batch: Sequence[Row], *, grad: bool = False) -> None:
@@ -91,17 +94,20 @@ class HFEngine:
         ids = torch.tensor([[0] * p + list(s.prompt) for p, s in zip(pads, batch, strict=True)], device=device)
         padded = any(pads)
         mask = torch.tensor([[0] * p + [1] * (longest - p) for p in pads], device=device) if padded else None
-        positions = (mask.cumsum(-1) - 1).clamp(min=0) if mask is not None else torch.arange(longest, device=device)[None]
+        positions = (
+            (mask.cumsum(-1) - 1).clamp(min=0) if mask is not None else torch.arange(longest, device=device)[None]
+        )
         cache, first, il = None, [0] * len(batch), self.il
         generators = [s.sampling.generator() for s in batch]
         while True:
             tokens = ids.shape[1]
             rows = Batch(len(batch), tokens, pads if cache is None else [0] * len(batch))
             prompt = cache is None
+            running = {i for i, s in enumerate(batch) if not s.done}
             jobs = [
                 Job(s.live, i, first[i], tokens - (pads[i] if prompt else 0), prompt)
                 for i, s in enumerate(batch)
-                if s.live.passes and not s.done
+                if s.live.passes and i in running
             ]
             il.begin(rows, jobs)
             out = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
@@ -114,8 +120,9 @@ class HFEngine:
             il.end()
             chosen = drawn.tolist()
             for i, s in enumerate(batch):
-                if s.done:
+                if i not in running:
                     continue
+                # What stopped itself keeps the token of this pass; what failed does not.
                 if s.live.error is None:
                     s.new.append(chosen[i])
                 first[i] += tokens - (pads[i] if prompt else 0)
@@ -126,12 +133,23 @@ class HFEngine:
             if mask is not None:
                 mask = torch.cat([mask, mask.new_ones(len(batch), 1)], 1)
 
+    def describe(self) -> dict[str, Any]:
+        """The settings that this engine runs with, as plain data."""
+        return {
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "attention": self.model.config._attn_implementation,
+            "device": str(self.model.device),
+            "threads": torch.get_num_threads(),
+        }
+
     def close(self) -> None:
         self.hooks.clear()
         self.model = None
 
 
-def load_hf(path: Path, *, dtype: str, device: str | None, attention: str = "sdpa", threads: int | None = None) -> HFEngine:
+def load_hf(
+    path: Path, *, dtype: str, device: str | None, attention: str = "sdpa", threads: int | None = None
+) -> HFEngine:
     """Load a local folder with `transformers`; `dtype` is a torch dtype's name."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -33,7 +33,9 @@ def environment(settings: Settings, *, cuda: bool = False) -> dict[str, str]:
     }
     cpu = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind" if settings.tensor_parallel == 1 else "|".join(map(str, range(settings.tensor_parallel))),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind"
+        if settings.tensor_parallel == 1
+        else "|".join(map(str, range(settings.tensor_parallel))),
     }
     return shared if cuda else shared | cpu
 

@@ -22,7 +22,8 @@ WORKER = "adapters.engines.vllm_worker.Worker"
 class VLLMEngine:
     """vLLM with our worker class; one step loop of our own, so that a request can be ended from inside."""
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, arguments: dict[str, Any]) -> None:
+        self.arguments = arguments
         from vllm.sampling_params import RequestOutputKind
 
         self.llm, self.core = llm, llm.llm_engine
@@ -33,7 +34,10 @@ class VLLMEngine:
         generation = config.try_get_generation_config()
         self.eos_token_id = generation.get("eos_token_id", getattr(config.hf_text_config, "eos_token_id", None))
         self.caching = bool(self.core.vllm_config.cache_config.enable_prefix_caching)
-        self.in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" and self.core.vllm_config.parallel_config.world_size == 1
+        self.in_process = (
+            os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
+            and self.core.vllm_config.parallel_config.world_size == 1
+        )
         self.host: Any = None
         if self.in_process:
             from adapters.engines.vllm_worker import WORKERS
@@ -117,6 +121,10 @@ class VLLMEngine:
         saves, error, stopped = kept or ({}, None, False)
         return Output(ask.id, ask.prompt, tokens, saves, error, stopped, self.tokenizer)
 
+    def describe(self) -> dict[str, Any]:
+        """The engine arguments that this engine booted with, as plain data."""
+        return dict(self.arguments)
+
     def close(self) -> None:
         if self.host is not None:
             from adapters.engines.vllm_worker import WORKERS
@@ -128,7 +136,9 @@ class VLLMEngine:
         self.llm = self.core = self.host = None
 
 
-def load_vllm(path: Path, *, dtype: str, settings: Settings | None = None, eager: bool = True, **overrides: Any) -> VLLMEngine:
+def load_vllm(
+    path: Path, *, dtype: str, settings: Settings | None = None, eager: bool = True, **overrides: Any
+) -> VLLMEngine:
     """Boot vLLM on a local folder. `overrides` are keyword arguments of `vllm.LLM`."""
     settings = settings or Settings(dtype=dtype)
     for name, value in environment(settings).items():
@@ -143,5 +153,8 @@ def load_vllm(path: Path, *, dtype: str, settings: Settings | None = None, eager
     }
     for name, is_refused in refused.items():
         if is_refused(overrides.get(name)):
-            raise LoadError(f"{name}={overrides[name]!r} is not supported with interventions: rows of a pass would not be whole")
-    return VLLMEngine(LLM(**{**vllm_arguments(path, settings, eager=eager), "worker_cls": WORKER, **overrides}))
+            raise LoadError(
+                f"{name}={overrides[name]!r} is not supported with interventions: rows of a pass would not be whole"
+            )
+    arguments = {**vllm_arguments(path, settings, eager=eager), "worker_cls": WORKER, **overrides}
+    return VLLMEngine(LLM(**arguments), arguments)

@@ -54,13 +54,16 @@ class WorkerHost:
         self.hooks.attach(key, self.il)
 
     def weight(self, path: str) -> torch.Tensor:
-        return self.model.get_parameter(path).detach()
+        parameter: torch.Tensor = self.model.get_parameter(path).detach()
+        return parameter
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
-        return self.model.get_submodule(self.points.sites["final_norm"].path)(x)
+        normed: torch.Tensor = self.model.get_submodule(self.points.sites["final_norm"].path)(x)
+        return normed
 
     def unembed(self, x: torch.Tensor) -> torch.Tensor:
-        return type(self.model).compute_logits(self.model, self.norm(x))
+        logits: torch.Tensor = type(self.model).compute_logits(self.model, self.norm(x))
+        return logits
 
     # ---- requests
 
@@ -147,7 +150,10 @@ def _joined(saves: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def _join(entries: list[Any]) -> tuple[str, Any, list[int]]:
-    alike = all(isinstance(e, torch.Tensor) and e.dim() and e.dtype == entries[0].dtype and e.shape[1:] == entries[0].shape[1:] for e in entries)
+    alike = all(
+        isinstance(e, torch.Tensor) and e.dim() and e.dtype == entries[0].dtype and e.shape[1:] == entries[0].shape[1:]
+        for e in entries
+    )
     if alike:
         return "rows", torch.cat(entries).cpu(), [e.shape[0] for e in entries]
     return "list", [e.cpu() if isinstance(e, torch.Tensor) else e for e in entries], []
@@ -166,11 +172,11 @@ def _portable(error: BaseException | None) -> bytes | None:
 
     error.add_note("in the worker:\n" + "".join(traceback.format_exception(error)))
     try:
-        return cloudpickle.dumps(error)
+        return bytes(cloudpickle.dumps(error))
     except Exception:
         plain = RuntimeError(f"{type(error).__name__}: {error}")
         plain.__notes__ = error.__notes__
-        return cloudpickle.dumps(plain)
+        return bytes(cloudpickle.dumps(plain))
 
 
 class Worker(PlatformWorker):  # type: ignore[misc]
@@ -183,7 +189,9 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         if not hasattr(self.model_runner, "_model_forward") or not hasattr(self.model_runner, "query_start_loc"):
             import vllm
 
-            raise LoadError(f"vLLM {vllm.__version__}: this model runner ({type(self.model_runner).__name__}) has other seams than 0.27.1's")
+            raise LoadError(
+                f"vLLM {vllm.__version__}: this model runner ({type(self.model_runner).__name__}) has other seams than 0.27.1's"
+            )
         tokenizer = None
         if not self.model_config.skip_tokenizer_init:
             from transformers import AutoTokenizer

@@ -1,0 +1,212 @@
+"""Our own columns: the eight kinds of work as interventions, one translation for every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from adapters.errors import InterventionError
+from adapters.intervention import Intervention, Pass
+from adapters.runtime import Output, Runtime, load
+from adapters.work import (
+    AblateHead,
+    Capture,
+    ForceToken,
+    Gradient,
+    Lens,
+    MissingLibrary,
+    Nothing,
+    Outcome,
+    Probe,
+    Refusal,
+    Request,
+    Settings,
+    Shape,
+    Steer,
+    Work,
+)
+
+
+def capture(points: Sequence[str]) -> Intervention:
+    """Save every named point ("resid_post.15", "logits"), every pass, in the model's order."""
+    wanted = [(p, *_split(p)) for p in points]
+
+    def intervention(m: Pass) -> None:
+        for key, name, layer in wanted:
+            at = getattr(m, name)
+            m.save(key, at if layer is None else at[layer])
+
+    return intervention
+
+
+def steer(point: str, vector: torch.Tensor, watch: Sequence[str]) -> Intervention:
+    """Add `vector` at `point` to every token, then save what `watch` names."""
+    name, layer = _split(point)
+    also = capture(watch)
+
+    def intervention(m: Pass) -> None:
+        getattr(m, name)[layer] += vector
+        also(m)
+
+    return intervention
+
+
+def ablate_head(layer: int, head: int, watch: Sequence[str]) -> Intervention:
+    """Zero one head's z, then save what `watch` names."""
+    also = capture(watch)
+
+    def intervention(m: Pass) -> None:
+        m.z[layer][:, head] = 0
+        also(m)
+
+    return intervention
+
+
+def lens(point: str) -> Intervention:
+    """The token that the residual at `point` would predict at the last row of each pass."""
+    name, layer = _split(point)
+
+    def intervention(m: Pass) -> None:
+        m.save("lens", m.unembed(getattr(m, name)[layer][-1:]).argmax(-1))
+
+    return intervention
+
+
+def probe(point: str, direction: torch.Tensor) -> Intervention:
+    """Every row's projection onto `direction`."""
+    name, layer = _split(point)
+
+    def intervention(m: Pass) -> None:
+        m.save("probe", getattr(m, name)[layer] @ direction)
+
+    return intervention
+
+
+def force_token(id: int) -> Intervention:
+    """The same sampled token at every step."""
+
+    def intervention(m: Pass) -> None:
+        m.sampled[:] = id
+
+    return intervention
+
+
+def _split(point: str) -> tuple[str, Any]:
+    name, _, layer = point.partition(".")
+    return name, int(layer) if layer else None
+
+
+def intervention_of(work: Work, dtype: torch.dtype) -> Intervention | None:
+    """The intervention that does a piece of work; None for `Nothing`."""
+    match work:
+        case Nothing():
+            return None
+        case Capture(points):
+            return capture(points)
+        case Steer(point, vector, watch):
+            return steer(point, torch.from_numpy(vector).to(dtype), watch)
+        case AblateHead(layer, head, watch):
+            return ablate_head(layer, head, watch)
+        case Lens(point):
+            return lens(point)
+        case Probe(point, direction):
+            return probe(point, torch.from_numpy(direction).to(dtype))
+        case ForceToken(id):
+            return force_token(id)
+        case Gradient():
+            raise NotImplementedError("a gradient is not an intervention")
+
+
+def _points_of(work: Work) -> tuple[str, ...]:
+    match work:
+        case Capture(points):
+            return points
+        case Steer(point, _, watch):
+            return (point, *watch)
+        case AblateHead(layer, _, watch):
+            return (f"z.{layer}", *watch)
+        case Lens(point) | Probe(point):
+            return (point,)
+    return ()
+
+
+class Tapgrid:
+    """Our runtime as a column. Subclasses say which engine and backend; nothing else differs."""
+
+    plain = False
+    engine: Literal["hf", "vllm"]
+    backend: Literal["eager", "taps", "sharded"] = "eager"
+
+    def __init__(self) -> None:
+        self.rt: Runtime | None = None
+        self._works: dict[Work, Intervention | None] = {}
+
+    def boot(self, model: Path, settings: Settings) -> None:
+        self.settings = settings
+        self.dtype = getattr(torch, settings.dtype)
+        arguments: dict[str, Any] = {"settings": settings} if self.engine == "vllm" else {"threads": settings.threads}
+        try:
+            self.rt = load(model, engine=self.engine, backend=self.backend, dtype=settings.dtype, **arguments)
+        except ImportError as missing:
+            raise MissingLibrary(f"{missing}: run `make install`") from missing
+
+    def close(self) -> None:
+        if self.rt is not None:
+            self.rt.close()
+            self.rt = None
+
+    def refuses(self, work: Work, shape: Shape) -> Refusal | None:
+        if isinstance(work, Gradient):
+            return Refusal("not-expressible", f"no gradients on {self.engine} with the {self.backend} backend yet")
+        try:
+            for point in _points_of(work):
+                self._runtime.engine.points.parse(point)
+        except (InterventionError, IndexError) as refused:
+            return Refusal("model", str(refused))
+        return None
+
+    def run(self, requests: Sequence[Request], work: Work) -> list[Outcome]:
+        outputs = self._runtime.run(
+            [r.token_ids for r in requests],
+            self._intervention(work),
+            max_new_tokens=requests[0].new_tokens,
+            ignore_eos=True,
+        )
+        return [_outcome(o) for o in outputs]
+
+    def install(self, work: Work) -> None:
+        intervention = self._intervention(work)
+        if intervention is not None:
+            self._runtime.install(intervention, name="work")
+
+    def remove(self) -> None:
+        self._runtime.remove("work")
+
+    def engine_settings(self) -> Mapping[str, Any]:
+        return {"engine": self.engine, "backend": self.backend, **self._runtime.engine.describe()}
+
+    @property
+    def _runtime(self) -> Runtime:
+        assert self.rt is not None, "boot() comes first"
+        return self.rt
+
+    def _intervention(self, work: Work) -> Intervention | None:
+        # Work is made once a row and run many times: so is its function, which is then pickled for one call alike.
+        if work not in self._works:
+            self._works[work] = intervention_of(work, self.dtype)
+        return self._works[work]
+
+
+def _outcome(output: Output) -> Outcome:
+    return Outcome(output.token_ids, {name: output.cat(name) for name in output.saves})
+
+
+class TapgridEager(Tapgrid):
+    engine: Literal["hf", "vllm"] = "vllm"
+
+
+class TapgridHF(Tapgrid):
+    engine: Literal["hf", "vllm"] = "hf"
