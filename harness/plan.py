@@ -1,0 +1,259 @@
+"""Which column boots when, and how long it will take.
+
+Every round boots every column once. The order is a Williams design: over a full cycle every column stands at every
+position and follows every other column equally often, so what one engine leaves behind (memory, clocks, caches)
+falls on all alike. Deterministic: the same columns give the same plan.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness.grid import Grid, Tier
+from harness.store import Store
+from harness.workloads import KINDS, PLAIN_COLUMNS, Row
+
+COSTS = "costs.json"
+
+# Before anything was measured: deliberately on the slow side of a two-core machine, in seconds.
+_BOOT = {"vanilla": 150.0, "hf": 15.0, "tapgrid-hf": 15.0}
+_BOOT_OTHER, _VALIDATE, _CLOSE = 45.0, 40.0, 3.0
+_NEW_PER_SECOND, _NEW_PER_SECOND_AT_ONCE, _PROMPT_PER_SECOND = 12.0, 40.0, 300.0
+
+
+def williams(n: int) -> list[list[int]]:
+    """Balanced orders of n things; each order is followed by its own reverse, so that few rounds are balanced too.
+
+    >>> williams(4)
+    [[0, 1, 3, 2], [2, 3, 1, 0], [1, 2, 0, 3], [3, 0, 2, 1]]
+    """
+    zigzag = [0]
+    for step in range(1, n):
+        zigzag.append((zigzag[-1] + (step if step % 2 else -step)) % n)
+    # With n odd the reverses are not in the cycle and are added; with n even half of the cycle are its reverses.
+    shifts = range(n) if n % 2 else range(n // 2)
+    made: list[list[int]] = []
+    for shift in shifts:
+        order = [(z + shift) % n for z in zigzag]
+        made += [order, order[::-1]]
+    return made if n > 1 else [[0]]
+
+
+def rounds_of(columns: Sequence[str], rounds: int) -> list[list[str]]:
+    """The order of columns in each round.
+
+    >>> rounds_of(["vanilla", "hf"], 3)
+    [['vanilla', 'hf'], ['hf', 'vanilla'], ['vanilla', 'hf']]
+    """
+    orders = williams(len(columns))
+    return [[columns[i] for i in orders[r % len(orders)]] for r in range(rounds)]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Wall seconds that things take: measured where they were, else estimates from a row's shape.
+
+    `rows[column][row]` is one run, its untimed check included.
+    """
+
+    boot: Mapping[str, float] = field(default_factory=dict)
+    validate: Mapping[str, float] = field(default_factory=dict)
+    rows: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def of_boot(self, column: str) -> float:
+        """Everything that a column pays once a round: boot, text, validation, close."""
+        boot = self.boot.get(column, _BOOT.get(column, _BOOT_OTHER))
+        return boot + self.validate.get(column, 3.0 if column in PLAIN_COLUMNS else _VALIDATE) + _CLOSE
+
+    def of_row(self, column: str, row: Row, runs: int) -> float:
+        """All runs of one cell and its warm-up."""
+        measured = self.rows.get(column, {}).get(row.name)
+        if measured is None and column in PLAIN_COLUMNS and KINDS[row.name].plain != row.name:
+            return 0.0  # refused at once
+        return (runs + 1) * (_guess(row) if measured is None else measured)
+
+    def of_round(self, columns: Sequence[str], rows: Sequence[Row], runs: int) -> float:
+        return sum(self.of_boot(c) + sum(self.of_row(c, r, runs) for r in rows) for c in columns)
+
+    def measured(self, columns: Sequence[str]) -> bool:
+        return all(c in self.boot for c in columns)
+
+
+def _guess(row: Row) -> float:
+    rate = _NEW_PER_SECOND_AT_ONCE if row.concurrent else _NEW_PER_SECOND
+    return 0.5 + row.requests * (row.prompt_tokens / _PROMPT_PER_SECOND + row.new_tokens / rate)
+
+
+def costs_of(store: Store, before: Costs | None = None) -> Costs:
+    """What a session measured, over what was known before; the mean of its processes."""
+    before = before or Costs()
+    boot: dict[str, list[float]] = {}
+    validate: dict[str, list[float]] = {}
+    rows: dict[str, dict[str, list[float]]] = {}
+    for process in store.processes:
+        if process.get("boot_wall_seconds") is not None:
+            boot.setdefault(process["column"], []).append(process["boot_wall_seconds"])
+    for end in store.process_ends:
+        took = end.get("seconds") or {}
+        if took.get("validate") is not None:
+            validate.setdefault(end["column"], []).append(took["validate"])
+        for row, seconds in (took.get("rows") or {}).items():
+            rows.setdefault(end["column"], {}).setdefault(row, []).append(seconds)
+    merged = {c: dict(before.rows.get(c, {})) | _means(rows.get(c, {})) for c in {*before.rows, *rows}}
+    return Costs({**before.boot, **_means(boot)}, {**before.validate, **_means(validate)}, merged)
+
+
+def _means(lists: Mapping[str, list[float]]) -> dict[str, float]:
+    return {k: sum(v) / len(v) for k, v in lists.items()}
+
+
+def load_costs(home: Path, key: str) -> Costs:
+    """What earlier sessions of this grid on this machine measured; empty where there were none."""
+    try:
+        entry = json.loads((home / COSTS).read_text())[key]
+        return Costs(entry["boot"], entry["validate"], entry["rows"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return Costs()  # only an estimate hangs on it
+
+
+def save_costs(home: Path, key: str, costs: Costs) -> None:
+    """Keep them for the next plan. Replaced whole, so that a kill leaves the old file."""
+    file = home / COSTS
+    try:
+        known = json.loads(file.read_text())
+    except (OSError, ValueError):
+        known = {}
+    known[key] = {
+        "boot": dict(costs.boot),
+        "validate": dict(costs.validate),
+        "rows": {c: dict(r) for c, r in costs.rows.items()},
+    }
+    scratch = file.with_suffix(f".{os.getpid()}")
+    scratch.write_text(json.dumps(known, indent=1))
+    scratch.replace(file)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be run, in order, and why so many rounds."""
+
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    rounds: tuple[tuple[str, ...], ...]
+    runs: int
+    seconds: float
+    why: str
+    budget_seconds: float | None = None
+    max_rounds: int = 10
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "columns": list(self.columns),
+            "rows": [r.name for r in self.rows],
+            "rounds": [list(r) for r in self.rounds],
+            "runs": self.runs,
+            "seconds": self.seconds,
+            "why": self.why,
+            "budget_seconds": self.budget_seconds,
+        }
+
+
+def fit(budget: float, spent: float, done: int, a_round: float, most: int) -> int:
+    """How many rounds in all fit the budget, when `done` of them took `spent`; never fewer than one, or than are done.
+
+    >>> fit(budget=900, spent=250, done=1, a_round=250, most=10), fit(100, 0, 0, 250, 10)
+    (3, 1)
+    """
+    more = math.floor((budget - spent) / a_round) if a_round > 0 else most
+    return max(1, done, min(most, done + max(0, more)))
+
+
+def runs_worth(boot: float, run: float, within: float, between: float, most: int = 8) -> int:
+    """Runs a process that buy the most evidence for the time (Kalibera and Jones): the dearer the boot and the noisier
+    the runs against the processes, the more.
+
+    >>> runs_worth(boot=70, run=1.4, within=1.0, between=1.0), runs_worth(70, 1.4, within=1.0, between=9.0)
+    (8, 3)
+    """
+    if min(boot, run, within) <= 0:
+        return 1
+    if between <= 0:
+        return most
+    return max(1, min(most, math.ceil(math.sqrt(boot / run * within / between))))
+
+
+def make(
+    grid: Grid,
+    tier: Tier,
+    columns: Sequence[str],
+    rows: Sequence[Row],
+    costs: Costs,
+    *,
+    rounds: int | None = None,
+    runs: int | None = None,
+    budget_minutes: float | None = None,
+    spent: float = 0.0,
+    done: int = 0,
+) -> Plan:
+    """The plan of a session. What is given explicitly wins over the tier; a budget only chooses what nobody fixed."""
+    known = "measured" if costs.measured(columns) else "estimated"
+    rounds = tier.rounds if rounds is None and budget_minutes is None else rounds
+    minutes = budget_minutes if budget_minutes is not None else tier.budget_minutes
+    fixed_runs = tier.runs if runs is None else runs
+    budget = None
+    if rounds is None:
+        minutes = 20.0 if minutes is None else minutes
+        budget = minutes * 60
+        a_round = costs.of_round(columns, rows, fixed_runs)
+        if runs is None and done == 0 and budget < a_round:
+            fixed_runs = 1  # one thin round beats none
+            a_round = costs.of_round(columns, rows, 1)
+        rounds = fit(budget, spent, done, a_round, tier.max_rounds)
+        why = (
+            f"{rounds} of at most {tier.max_rounds} rounds fit {minutes:g} minutes, at {known} {a_round:.0f} s a round"
+        )
+    else:
+        why = f"tier {tier.name}: {rounds} rounds" if rounds == tier.rounds else f"{rounds} rounds, as asked"
+    order = tuple(tuple(r) for r in rounds_of(columns, rounds))
+    seconds = rounds * costs.of_round(columns, rows, fixed_runs)
+    return Plan(tuple(columns), tuple(rows), order, fixed_runs, seconds, why, budget, tier.max_rounds)
+
+
+def show(plan: Plan, grid: Grid, costs: Costs) -> str:
+    """The plan in words, for a dry run."""
+    lines = [
+        f"grid {grid.name} on {grid.model}: {len(plan.rows)} rows x {len(plan.columns)} columns, "
+        f"{plan.runs} runs a process",
+        plan.why,
+        "",
+    ]
+    wide = max(len(c) for c in plan.columns)
+    lines += [f"round {i + 1:>2}:  {'  '.join(c.ljust(wide) for c in r)}".rstrip() for i, r in enumerate(plan.rounds)]
+    lines += ["", f"rows: {', '.join(r.name for r in plan.rows)}"]
+    for column in (c for c in PLAIN_COLUMNS if c in plan.columns):
+        refused = [r.name for r in plan.rows if KINDS[r.name].plain != r.name]
+        if refused:
+            lines.append(f"{column} has nothing attached and refuses: {', '.join(refused)}")
+    known = (
+        "measured by earlier sessions" if costs.measured(plan.columns) else "estimated; nothing was measured here yet"
+    )
+    lines += ["", f"time: about {duration(plan.seconds)} ({known})"]
+    return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people.
+
+    >>> duration(42), duration(700), duration(7800)
+    ('42 s', '12 min', '2 h 10 min')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"

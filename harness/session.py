@@ -1,0 +1,267 @@
+"""What a session is before it runs: its settings, the hash of them all, its store, and what of it is already done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import fingerprint, models, plan, workloads
+from harness import grid as grids
+from harness.grid import Grid, UsageError
+from harness.plan import Costs, Plan
+from harness.store import FILE, SCHEMA, Store, StoreError, Writer, home, read
+
+NOT_SELECTED = "not-selected"
+Cell = tuple[str, str]  # row, column
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for; the same words on the command line and, with --grid- before them, in pytest."""
+
+    grid: str
+    tier: str = "quick"
+    rows: str | None = None
+    columns: str | None = None
+    rounds: int | None = None
+    runs: int | None = None
+    budget_minutes: float | None = None
+    store: str | None = None
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The options, looked up: everything named exists."""
+
+    grid: Grid
+    tier: grids.Tier
+    columns: tuple[str, ...]
+    rows: tuple[workloads.Row, ...]
+    options: Options
+
+    @property
+    def cells(self) -> list[Cell]:
+        return [(r.name, c) for r in self.rows for c in self.columns]
+
+
+def choose(options: Options) -> Choice:
+    """Look every name up, import nothing heavy. Raises UsageError with the nearest names."""
+    grid = grids.load(options.grid)
+    columns = grids.pick("column", options.columns, grid.columns, grid.known_columns())
+    rows = grids.pick("row", options.rows, [r.name for r in grid.rows])
+    for name, least in (("rounds", options.rounds), ("runs", options.runs), ("budget", options.budget_minutes)):
+        if least is not None and least <= 0:
+            raise UsageError(f"{name} must be more than 0, not {least:g}")
+    return Choice(grid, grids.tier(grid, options.tier), columns, tuple(grid.row(r) for r in rows), options)
+
+
+def costs_key(grid: Grid) -> str:
+    """Under which measured times are kept: they hold for this grid on this machine."""
+    machine = fingerprint.machine_id(fingerprint.collect())
+    return f"{grid.name} on {machine} {fingerprint.digest([asdict(r) for r in grid.rows])[:8]}"
+
+
+def folder_of(options: Options) -> Path:
+    """Where stores live: `.tapgrid`, or the folder that was asked for."""
+    if options.store is None:
+        return home()
+    path = Path(options.store)
+    return path.parent if path.suffix == ".jsonl" else path
+
+
+def plan_for(choice: Choice, costs: Costs, *, spent: float = 0.0, done: int = 0) -> Plan:
+    o = choice.options
+    return plan.make(
+        choice.grid, choice.tier, choice.columns, choice.rows, costs,
+        rounds=o.rounds, runs=o.runs, budget_minutes=o.budget_minutes, spent=spent, done=done,
+    )  # fmt: skip
+
+
+@dataclass
+class Session:
+    """A session about to run, or about to be resumed."""
+
+    choice: Choice
+    plan: Plan
+    costs: Costs
+    model: Path
+    path: Path
+    line: Mapping[str, Any]
+    writer: Writer
+    before: Store | None = None
+    done: set[tuple[int, str, str]] = field(default_factory=set)  # round, row, column
+
+    @property
+    def id(self) -> str:
+        return str(self.line["session"])
+
+    @property
+    def folder(self) -> Path:
+        return self.path.parent
+
+
+def key_of(
+    choice: Choice, runs: int, rounds: int | None, cells: Collection[Cell], model: Path, facts: Mapping[str, Any]
+) -> str:
+    """The hash that a resumed session must share: settings, versions, measured code, weights, machine."""
+    grid = grids.to_dict(choice.grid)
+    for left_out in ("about", "path", "tiers", "gate", "margin", "alpha"):  # read by people and judges, not by workers
+        grid.pop(left_out, None)
+    targets = {c: choice.grid.known_columns()[c].target for c in choice.columns}
+    return fingerprint.digest(
+        {
+            "grid": grid,
+            "tier": choice.tier.name,
+            "rounds": rounds,
+            "runs": runs,
+            "budget": choice.options.budget_minutes,
+            "cells": sorted(cells),
+            "targets": targets,
+            "packages": facts["packages"],
+            "python": facts["python"],
+            "machine": fingerprint.machine_id(facts),
+            "model": fingerprint.model_hash(model),
+            "code": fingerprint.code_hash(choice.grid.adapters.values(), Path(choice.grid.path).parent),
+        }
+    )
+
+
+def prepare(choice: Choice, cells: Collection[Cell] | None = None) -> Session:
+    """Resolve the model, find a session to resume or open a new store. `cells`: measure only these."""
+    cells = choice.cells if cells is None else [c for c in choice.cells if c in set(cells)]
+    if not cells:
+        raise UsageError("no cell is selected, so there is nothing to measure")
+    try:
+        model = models.resolve(choice.grid.model)
+    except models.UnknownModel as error:
+        raise UsageError(str(error)) from error
+    _check_work(choice, model)
+    facts, folder = fingerprint.collect(), folder_of(choice.options)
+    costs = plan.load_costs(folder, costs_key(choice.grid))
+    first = plan_for(choice, costs)
+    fixed = None if first.budget_seconds else len(first.rounds)
+    # A budget tier may settle for fewer runs; that is its doing and not a setting.
+    runs = choice.tier.runs if first.budget_seconds and choice.options.runs is None else first.runs
+    key = key_of(choice, runs, fixed, cells, model, facts)
+    path, before = _place(choice, folder, key)
+    if before is not None:
+        return _resume(choice, costs, model, path, before)
+    line = {
+        "session": f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{key[:8]}",
+        "schema": SCHEMA,
+        "grid": grids.to_dict(choice.grid),
+        "tier": choice.tier.name,
+        "rounds": len(first.rounds),
+        "runs": first.runs,
+        "columns": list(choice.columns),
+        "rows": [r.name for r in choice.rows],
+        "plan": [list(r) for r in first.rounds],
+        "key": key,
+        "model_hash": fingerprint.model_hash(model),
+        "started": fingerprint.now(),
+        "fingerprint": facts,
+    }
+    session = Session(choice, first, costs, model, path, line, Writer(path))
+    session.writer.append("session", **line)
+    for row, column in choice.cells:
+        if (row, column) not in set(cells):
+            session.writer.append(
+                "refusal", session=session.id, process=None, round=0, column=column, row=row,
+                code=NOT_SELECTED, reason="left out of this session by the selection on the command line",
+            )  # fmt: skip
+    session.done = done_in(read(path))
+    return session
+
+
+def _check_work(choice: Choice, model: Path) -> None:
+    try:
+        info = models.info(model)
+        ids = workloads.ordinary_ids(model, info)
+        for row in choice.rows:
+            workloads.work_for(row, info, ids, plain=False)
+            workloads.requests_for(row, info, ids, run=0)
+    except ValueError as error:
+        raise UsageError(f"{choice.grid.path}: {error}") from error
+
+
+def _place(choice: Choice, folder: Path, key: str) -> tuple[Path, Store | None]:
+    """Where the session's store is: an unfinished one with this key, or a path that is free."""
+    given = choice.options.store
+    if given and given.endswith(".jsonl"):
+        path = Path(given)
+        if not path.exists() or path.stat().st_size == 0:
+            return path, None
+        before = read(path)
+        if before.session["key"] != key or before.finished or choice.options.fresh:
+            why = "is a finished session" if before.finished else "holds a session with other settings"
+            raise UsageError(f"{path} {why}, and a store is never rewritten; give another path or a folder")
+        return path, before
+    base = f"{choice.grid.name}-{choice.tier.name}-{key[:8]}"
+    for number in range(1, 10_000):
+        path = folder / (base if number == 1 else f"{base}-{number}") / FILE
+        if not path.exists() or path.stat().st_size == 0:
+            return path, None
+        try:
+            before = read(path)
+        except StoreError:
+            continue  # not ours to touch
+        if before.session["key"] == key and not before.finished and not choice.options.fresh:
+            return path, before
+    raise StoreError(f"{folder} holds ten thousand sessions of {base}; move some away")
+
+
+def _resume(choice: Choice, costs: Costs, model: Path, path: Path, before: Store) -> Session:
+    writer = Writer(path)
+    for line in half_done(before):
+        writer.append(**line)
+    before = read(path)
+    done = done_in(before)
+    costs = plan.costs_of(before, costs)
+    rounds = tuple(tuple(r) for r in before.plan)
+    made = plan_for(choice, costs)
+    seconds = len(rounds) * costs.of_round(choice.columns, choice.rows, before.session["runs"])
+    made = Plan(
+        choice.columns,
+        choice.rows,
+        rounds,
+        before.session["runs"],
+        seconds,
+        "resumed",
+        made.budget_seconds,
+        made.max_rounds,
+    )
+    return Session(choice, made, costs, model, path, before.session, writer, before, done)
+
+
+def half_done(store: Store) -> list[dict[str, Any]]:
+    """`failed` lines for cells that a dead parent left half measured: they will be measured again, whole."""
+    runs: dict[tuple[int, str, str, str], int] = {}
+    for r in store.runs:
+        at = (r["round"], r["column"], r["row"], r["process"])
+        runs[at] = runs.get(at, 0) + 1
+    return [
+        {
+            "kind": "failed", "session": store.session["session"],
+            "process": process, "round": round, "column": column, "row": row,
+            "reason": f"interrupted after {n} of {store.session['runs']} runs", "stderr": None, "retry": True,
+        }
+        for (round, column, row, process), n in runs.items()
+        if n < store.session["runs"]
+    ]  # fmt: skip
+
+
+def done_in(store: Store) -> set[tuple[int, str, str]]:
+    """(round, row, column) that need no more measuring: all runs there, refused, or lost to a crash or a hang."""
+    rows, rounds = store.session["rows"], range(max(len(store.plan), 1))
+    done = {
+        (r["round"], r["row"], r["column"]) for r in (*store.runs, *store.refusals) if r.get("code") != NOT_SELECTED
+    }
+    done |= {(i, r["row"], r["column"]) for i in rounds for r in store.refusals if r.get("code") == NOT_SELECTED}
+    for f in store.failed:
+        if not f.get("retry"):
+            done |= {(f["round"], row, f["column"]) for row in ([f["row"]] if f["row"] else rows)}
+    return done
