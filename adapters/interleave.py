@@ -28,6 +28,7 @@ class Host(Protocol):
 
     tokenizer: Any
     points: Points
+    copies: bool  # whether reads are copies, because the engine reuses its buffers
 
     def attach(self, key: Key) -> None:
         """See that `visit(key, ...)` is called when the model gets there; idempotent. UnknownPointError for no such module."""

@@ -79,7 +79,7 @@ class Pass:
         request: the request's id.
     """
 
-    __slots__ = ("_dirty", "_edited", "_first", "_hub", "_il", "_index", "_key", "_loc", "_n", "_pair", "_payload", "_points",
+    __slots__ = ("_edited", "_first", "_hub", "_il", "_index", "_key", "_loc", "_n", "_pair", "_payload", "_points",
                  "_positions", "_rank", "_rows", "_value", "_version", "fn", "is_prompt", "live", "order", "request", "state",
                  "step", "thread")  # fmt: skip
 
@@ -95,7 +95,7 @@ class Pass:
         self._positions: torch.Tensor | None = None
         self._value: Any = None
         self._loc: Location | None = None
-        self._pair: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._pair: tuple[torch.Tensor | None, torch.Tensor] | None = None
         self._edited: list[tuple[Location, torch.Tensor, int]] = []
 
     # ---- what the user calls
@@ -162,7 +162,6 @@ class Pass:
         self._rank = -1
         self._payload: Any = None
         self._value = self._loc = self._pair = None
-        self._dirty = False
         if self._edited:
             self._edited.clear()
 
@@ -222,34 +221,38 @@ class Pass:
                 second = payload[1] if site.form == "pair" else None
         x = self._rows.of(found, self._index)
         if site.form == "pair" and second is not None:
-            return self._sum(x, self._rows.of(second, self._index))
+            return self._copy(x, self._rows.of(second, self._index))
         if loc.hi:
             x = x[..., loc.lo : loc.hi]
-        return x.view(*x.shape[:-1], -1, loc.head_dim) if loc.head_dim else x
+        if loc.head_dim:
+            x = x.view(*x.shape[:-1], -1, loc.head_dim)
+        return self._copy(None, x) if self._il.host.copies else x
 
-    def _sum(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        self._pair = (hidden, residual)
+    def _copy(self, hidden: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+        """Hand out a copy (of a sum, where there is `hidden`) that `_settle` writes back if it was edited."""
+        self._pair = (hidden, rows)
         if torch.is_inference_mode_enabled():
             # Only an ordinary tensor counts its versions, which is how an edit in place is noticed.
             with torch.inference_mode(False):
-                total = hidden + residual
+                copy = rows.clone() if hidden is None else hidden + rows
         else:
-            total = hidden + residual
-        self._version = total._version
-        return total
+            copy = rows.clone() if hidden is None else hidden + rows
+        self._version = copy._version
+        return copy
 
     def _settle(self) -> None:
-        """Write an edited sum back: (0, value), which the next norm adds up to exactly value."""
+        """Write an edited copy back; a sum as (0, value), which the next norm adds up to exactly value."""
         if self._pair is None:
             return
-        total = self._value
-        if self._dirty or total._version != self._version:
-            hidden, residual = self._pair
-            residual.copy_(total)
-            hidden.zero_()
+        copy = self._value
+        if copy._version != self._version:
+            hidden, rows = self._pair
+            rows.copy_(copy)
+            if hidden is not None:
+                hidden.zero_()
         assert self._loc is not None
-        self._edited.append((self._loc, total, total._version))
-        self._pair, self._dirty = None, False
+        self._edited.append((self._loc, copy, copy._version))
+        self._pair = None
 
     def _write(self, loc: Location, value: torch.Tensor) -> None:
         current = self._read(loc)

@@ -36,6 +36,7 @@ class HFEngine:
     """A `transformers` causal language model in this process, in eager mode."""
 
     in_process = True
+    copies = False
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model, self.tokenizer = model, tokenizer

@@ -8,6 +8,7 @@ first one arrives and deleted with the last.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
@@ -19,6 +20,7 @@ from adapters.errors import LoadError
 from adapters.interleave import Interleaver, Job, Key, Live
 from adapters.points import LOGITS_KEY, SAMPLED_KEY, Points, dimensions, family_of
 from adapters.rows import Slab
+from adapters.taps import Taps
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -27,6 +29,9 @@ else:
 
 # The key under which a request carries its interventions in `SamplingParams.extra_args`.
 EXTRA = "tapgrid"
+# The key of the declared taps in `additional_config`. It is part of the compile cache's key, which the worker class is
+# not: without it a tapped engine would load an untapped artifact and no tap would ever fire.
+TAPS = "tapgrid_taps"
 # Bodies of `trace` and `steps` by request id; only an engine in this process has any.
 BODIES: dict[str, Any] = {}
 # Workers of engines in this process, newest last: how a client there reaches its own without a remote call.
@@ -36,11 +41,12 @@ WORKERS: list[Worker] = []
 class WorkerHost:
     """Interventions beside one model runner (interleave.Host)."""
 
-    def __init__(self, runner: Any, tokenizer: Any) -> None:
+    def __init__(self, runner: Any, tokenizer: Any, taps: Sequence[str] | None) -> None:
         self.runner, self.model, self.tokenizer = runner, runner.model, tokenizer
         config = runner.model_config.hf_text_config
         self.points = Points(family_of(config.model_type), "vllm", dimensions(config))
-        self.hooks = Hooks(self.model)
+        self.copies = taps is not None
+        self.hooks: Hooks | Taps = Hooks(self.model) if taps is None else Taps(self.model, taps, self.points)
         self.il = Interleaver(self)
         self.live: dict[str, Live] = {}
         self.ended: set[str] = set()
@@ -197,7 +203,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(self.model_config.tokenizer)
-        self.tapgrid = WorkerHost(self.model_runner, tokenizer)
+        self.tapgrid = WorkerHost(self.model_runner, tokenizer, (self.vllm_config.additional_config or {}).get(TAPS))
         WORKERS.append(self)
 
     def execute_model(self, scheduler_output: Any) -> Any:
