@@ -1,0 +1,185 @@
+"""Dots with whiskers: for every row one line a column, as share of vanilla, over the whole range and close to 100 %.
+
+Names and numbers are HTML, so they keep their size and can be selected; only the marks between them are SVG,
+whose inner part stretches with the page (`preserveAspectRatio="none"` and strokes that do not scale).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from reports import facts
+from reports.escape import Safe, join, tag
+from reports.numbers import finite
+from reports.svg import Axis, axis, mark, mark_svg
+from reports.view import Panel, View
+from reports.words import verdict
+
+if TYPE_CHECKING:
+    from harness.judge import Cell
+
+HEIGHT = 18
+MIDDLE = str(HEIGHT // 2)
+
+
+def _shares(cells: Iterable[Cell]) -> list[object]:
+    return [s for c in cells for s in (c.share_vanilla, c.low, c.high, *c.process_shares)]
+
+
+def _close(margin: float) -> Axis:
+    """The axis of the close-up: four margins, and at least a tenth, to each side."""
+    reach = 1 + max(0.1, 4 * margin)
+    return Axis(1 / reach, reach)
+
+
+def _span(scale: Axis, low: float, high: float, style: str) -> Safe:
+    """A horizontal bar; nothing when it lies outside."""
+    if high < scale.low or low > scale.high:
+        return Safe("")
+    return tag("path", d=f"M{scale.at(low):g} 9H{scale.at(high):g}", class_=style)
+
+
+def _ground(scale: Axis, margin: float) -> list[Safe]:
+    """What lies under the marks: grid lines, the margin's band, the 100 % line."""
+    left, right = scale.at(1 / (1 + margin)), scale.at(1 + margin)
+    lines = "".join(f"M{scale.at(t):g} 0V{HEIGHT}" for t in scale.ticks() if t != 1.0)
+    return [
+        tag("path", d=f"M{left:g} 0H{right:g}V{HEIGHT}H{left:g}z", class_="band"),
+        tag("path", d=lines, class_="rule") if lines else Safe(""),
+        tag("path", d=f"M{scale.at(1):g} 0V{HEIGHT}", class_="one"),
+    ]
+
+
+def _stretched(cell: Cell, scale: Axis, margin: float, hue: str) -> Safe:
+    """Everything that may stretch: the ground, whisker, interval, and one tick a process."""
+    parts = _ground(scale, margin)
+    each = [s for s in map(finite, cell.process_shares) if s is not None and s > 0]
+    if len(each) > 1:
+        parts.append(_span(scale, min(each), max(each), f"whisker {hue}"))
+    low, high = finite(cell.low), finite(cell.high)
+    if low is not None and high is not None and 0 < low <= high:
+        parts.append(_span(scale, low, high, f"ci {hue}"))
+    ticks = "".join(f"M{scale.at(s):g} 4V14" for s in each if scale.low <= s <= scale.high)
+    if ticks:
+        parts.append(tag("path", d=ticks, class_=f"tick {hue}"))
+    return tag("svg", *parts, viewBox=f"0 0 1000 {HEIGHT}", preserveAspectRatio="none", width="100%", height=HEIGHT)
+
+
+def _drawn(cell: Cell, scale: Axis, view: View) -> Safe:
+    """One plot of one line; an estimate beyond the axis is an arrow at its edge."""
+    own, share = view.marks[cell.column], finite(cell.share_vanilla)
+    over = Safe("")
+    if share is not None and share > 0:
+        x = scale.percent(share)
+        if scale.low <= share <= scale.high:
+            over = mark(own, x, MIDDLE)
+        else:
+            over = tag("use", href="#m-left" if share < 1 else "#m-right", x=x, y=MIDDLE, class_=f"edge {own.hue}")
+        if cell.verdict == "INVALID":
+            over = join([over, tag("use", href="#m-strike", x=x, y=MIDDLE, class_="strike")])
+    inner = _stretched(cell, scale, view.margin, own.hue)
+    return tag("svg", inner, over, width="100%", height=HEIGHT, aria_hidden="true", class_="plot")
+
+
+def _name(i: int, cell: Cell, view: View) -> Safe:
+    return tag("a", mark_svg(view.marks[cell.column]), tag("span", cell.column), href=f"#c{i}", data_i=i)
+
+
+def _line(i: int, cell: Cell, wide: Axis, near: Axis, view: View) -> list[Safe]:
+    """A column that has a number."""
+    sign, shown, bounds = verdict(cell.verdict), facts.share(cell, unit=""), facts.bounds(cell, unit="")
+    kind = {"FASTER": "b", "SAME": "i", "INVALID": "s"}.get(cell.verdict, "span")
+    why = facts.reason(cell)
+    return [
+        tag("th", _name(i, cell, view), scope="row", class_="col"),
+        tag("td", _drawn(cell, wide, view), class_="p"),
+        tag("td", _drawn(cell, near, view), class_="p near"),
+        tag("td", tag(kind, shown), class_="n"),
+        tag("td", tag("s", bounds) if bounds and kind == "s" else bounds, class_="n ci-text", title=None if bounds else facts.why_blank(cell)),
+        tag(
+            "td",
+            tag("span", sign.sign, class_="sign"),
+            tag("span", " ", sign.short, class_="word"),
+            class_=f"w v-{sign.style}",
+            title=why,
+        ),
+    ]
+
+
+def _blank(cells: Sequence[tuple[int, Cell]], view: View) -> list[Safe]:
+    """Columns without a number that share a reason, on one line: a cross, their names, and why."""
+    sign = verdict(cells[0][1].verdict)
+    cross = tag(
+        "svg",
+        tag("use", href="#m-x", x="8", y="8", class_="none"),
+        width="16",
+        height="16",
+        aria_hidden="true",
+        class_="mark",
+    )
+    names = join([_name(i, c, view) for i, c in cells], " ")
+    why = tag("span", f"{sign.short}: {facts.reason(cells[0][1])}", class_="why")
+    return [tag("td", cross, names, " ", why, colspan=6, class_="blanks")]
+
+
+def _group(row: str, panel: Panel, wide: Axis, near: Axis, view: View) -> Safe:
+    """All columns of one row: those with a number, then those without, by reason."""
+    own = [panel.cells[row, c] for c in panel.columns if (row, c) in panel.cells]
+    lines: list[tuple[int | None, str, list[Safe]]] = []
+    without: dict[tuple[str, str], list[tuple[int, Cell]]] = {}
+    for i, cell in own:
+        if cell.verdict in facts.NO_NUMBER or finite(cell.share_vanilla) is None:
+            without.setdefault((cell.verdict, facts.reason(cell)), []).append((i, cell))
+        else:
+            lines.append((i, verdict(cell.verdict).style, _line(i, cell, wide, near, view)))
+    lines += [(None, verdict(name).style, _blank(cells, view)) for (name, _), cells in without.items()]
+    unit = next((c.unit for _, c in own if c.unit), "")
+    head = tag(
+        "th", tag("b", row), tag("span", unit, class_="unit"), rowspan=len(lines), scope="rowgroup", class_="row"
+    )
+    return tag(
+        "tbody",
+        *(
+            tag("tr", head if n == 0 else "", *parts, class_=f"v-{style}", data_i=i)
+            for n, (i, style, parts) in enumerate(lines)
+        ),
+    )  # fmt: skip
+
+
+def _scale(scale: Axis) -> Safe:
+    """The ticks of an axis with their percentages."""
+    labels = [
+        tag(
+            "text",
+            f"{100 * t:g}",
+            x=scale.percent(t),
+            y="11",
+            text_anchor="middle",
+            class_="base" if t == 1.0 else None,
+        )
+        for t in scale.ticks()
+    ]
+    return tag("svg", *labels, width="100%", height="14", aria_hidden="true", class_="axis")
+
+
+def _table(panel: Panel, view: View) -> Safe:
+    wide, near = axis(_shares(c for _, c in panel.cells.values())), _close(view.margin)
+    head = tag(
+        "tr",
+        tag("th", "row", scope="col", class_="row"),
+        tag("th", "column", scope="col", class_="col"),
+        tag("th", tag("span", "everything, log scale", class_="unit"), _scale(wide), scope="col", class_="p"),
+        tag("th", tag("span", "close to 100 %", class_="unit"), _scale(near), scope="col", class_="p near"),
+        tag("th", "% of vanilla", scope="col", class_="n"),
+        tag("th", "95 % interval", scope="col", class_="n ci-text"),
+        tag("th", tag("span", "verdict", class_="word"), scope="col", class_="w"),
+    )
+    groups = join(_group(row, panel, wide, near, view) for row in panel.rows)
+    return tag("table", tag("thead", head), groups, class_="dots", data_rove=1)
+
+
+def panels(view: View) -> Safe:
+    """One table of dots a grid; all its rows share their axes."""
+    many = len(view.panels) > 1
+    return join(part for p in view.panels for part in (tag("h3", p.grid) if many else "", _table(p, view)))
