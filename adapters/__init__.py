@@ -9,7 +9,7 @@ import importlib
 from typing import Any
 
 _HOMES: dict[str, str] = {
-    "load": "adapters.runtime",
+    "load": "adapters.boot",
     "Runtime": "adapters.runtime",
     "Output": "adapters.runtime",
     "Pass": "adapters.intervention",

@@ -33,6 +33,7 @@ _OWN = [
     Column("vanilla-eager", "adapters.peers.vanilla:VanillaEager", "vLLM with enforce_eager, nothing attached"),
     Column("hf", "adapters.peers.vanilla:PlainHF", "transformers, nothing attached"),
     Column("tapgrid-eager", "adapters.ours:TapgridEager", "our runtime on eager vLLM"),
+    Column("tapgrid-taps", "adapters.ours:TapgridTaps", "our runtime inside compiled vLLM", compiled=True),
     Column("tapgrid-hf", "adapters.ours:TapgridHF", "our runtime on transformers"),
     Column("nnsight-eager", "adapters.peers.nnsight:NNsightEager", "nnsight on eager vLLM"),
 ]

@@ -154,11 +154,6 @@ class Interleaver:
         if waiting is not None:
             waiting.append(m)
             return
-        try:
-            self.host.attach(key)
-        except Exception as refused:
-            self._throw(m, refused)
-            return
         self.waiting[key] = [m]
 
     def _throw(self, m: Pass, error: BaseException) -> None:

@@ -188,6 +188,7 @@ class Pass:
             # The hub resumes this with what the model holds there; it may have moved to another greenlet since.
             if self._hub is None:
                 raise PassedError(at_user_line(f"{loc} was read after its pass had ended"))
+            self._il.host.attach(loc.key)
             self._payload = self._hub.switch(loc)
             self._key = loc.key
         if rank >= 0:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from adapters.boot import BackendName, EngineName, load
 from adapters.errors import InterventionError
 from adapters.intervention import Intervention, Pass
-from adapters.runtime import Output, Runtime, load
+from adapters.runtime import Output, Runtime
 from adapters.work import (
     AblateHead,
     Capture,
@@ -137,8 +138,9 @@ class Tapgrid:
     """Our runtime as a column. Subclasses say which engine and backend; nothing else differs."""
 
     plain = False
-    engine: Literal["hf", "vllm"]
-    backend: Literal["eager", "taps", "sharded"] = "eager"
+    engine: EngineName
+    backend: BackendName = "eager"
+    taps: tuple[str, ...] | None = None
 
     def __init__(self) -> None:
         self.rt: Runtime | None = None
@@ -149,7 +151,9 @@ class Tapgrid:
         self.dtype = getattr(torch, settings.dtype)
         arguments: dict[str, Any] = {"settings": settings} if self.engine == "vllm" else {"threads": settings.threads}
         try:
-            self.rt = load(model, engine=self.engine, backend=self.backend, dtype=settings.dtype, **arguments)
+            self.rt = load(
+                model, engine=self.engine, backend=self.backend, taps=self.taps, dtype=settings.dtype, **arguments
+            )
         except ImportError as missing:
             raise MissingLibrary(f"{missing}: run `make install`") from missing
 
@@ -205,8 +209,16 @@ def _outcome(output: Output) -> Outcome:
 
 
 class TapgridEager(Tapgrid):
-    engine: Literal["hf", "vllm"] = "vllm"
+    engine: EngineName = "vllm"
+
+
+class TapgridTaps(Tapgrid):
+    """Compiled vLLM; every residual stream and every head output is live, which is what the rows need."""
+
+    engine: EngineName = "vllm"
+    backend: BackendName = "taps"
+    taps = ("resid_post.*", "z.*")
 
 
 class TapgridHF(Tapgrid):
-    engine: Literal["hf", "vllm"] = "hf"
+    engine: EngineName = "hf"

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 import torch
 
 from adapters.errors import LoadError
 from adapters.intervention import Intervention, Pass
-from adapters.points import Points
+from adapters.points import Location, Points
 from adapters.sampling import Sampling
 from adapters.trace import steps_of, trace_of
 
@@ -77,6 +76,9 @@ class Engine(Protocol):
     def run(self, asks: Sequence[Ask]) -> list[Output]: ...
 
     def describe(self) -> dict[str, Any]: ...
+
+    def declared(self) -> list[Location]:
+        """The tapped locations of a compiled engine, in the model's order."""
 
     def close(self) -> None: ...
 
@@ -226,41 +228,3 @@ class Runtime:
     def _eos(self) -> tuple[int, ...]:
         eos: Any = getattr(self.engine, "eos_token_id", None)
         return () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
-
-
-def load(
-    model: str | Path,
-    *,
-    engine: Literal["hf", "vllm"] = "hf",
-    backend: Literal["eager", "taps", "sharded"] = "eager",
-    dtype: str = "bfloat16",
-    device: str | None = None,
-    resolve: Callable[[str], Path] | None = None,
-    **engine_arguments: Any,
-) -> Runtime:
-    """Load a model on an engine, ready for interventions.
-
-    Args:
-        model: a local folder in `transformers` format, or a name that `resolve` turns into one.
-        engine: "hf" for `transformers`, "vllm" for vLLM (its own continuous batching, in this process).
-        backend: "eager" reaches every location through hooks on the touched modules only.
-        engine_arguments: passed to the engine, on top of what every tapgrid engine boots with.
-    """
-    if backend != "eager":
-        raise LoadError(f"backend={backend!r} is not available yet; 'eager' is")
-    path = Path(model)
-    if not path.is_dir():
-        if resolve is None:
-            raise LoadError(
-                f"{model!r} is not a folder; tapgrid.load also takes the names of embedded models and hub ids"
-            )
-        path = resolve(str(model))
-    if engine == "hf":
-        from adapters.engines.hf import load_hf
-
-        return Runtime(load_hf(path, dtype=dtype, device=device, **engine_arguments))
-    if engine == "vllm":
-        from adapters.engines.vllm import load_vllm
-
-        return Runtime(load_vllm(path, dtype=dtype, **engine_arguments))
-    raise LoadError(f"engine={engine!r}: there are 'hf' and 'vllm'")

@@ -60,7 +60,7 @@ def declared(taps: Sequence[str], points: Points) -> list[Location]:
         name, star, _ = tap.partition(".*")
         if star and name not in PER_LAYER:
             raise UnknownPointError(f"taps={tap!r}: {name} has no layers")
-        for loc in [points.at(name, l) for l in range(points.dims.layers)] if star else [points.parse(tap)]:
+        for loc in [points.at(name, layer) for layer in range(points.dims.layers)] if star else [points.parse(tap)]:
             if loc.key not in (LOGITS_KEY, SAMPLED_KEY):
                 found.setdefault(loc.key, loc)
     return sorted(found.values(), key=lambda loc: loc.rank)

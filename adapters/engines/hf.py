@@ -12,7 +12,7 @@ import torch
 from adapters.eager import Hooks
 from adapters.errors import LoadError
 from adapters.interleave import Interleaver, Job, Key, Live
-from adapters.points import LOGITS_KEY, SAMPLED_KEY, Points, dimensions, family_of
+from adapters.points import LOGITS_KEY, SAMPLED_KEY, Location, Points, dimensions, family_of
 from adapters.rows import Batch
 from adapters.runtime import Ask, Output
 from adapters.sampling import Sampling, draw
@@ -134,6 +134,9 @@ class HFEngine:
             if mask is not None:
                 mask = torch.cat([mask, mask.new_ones(len(batch), 1)], 1)
 
+    def declared(self) -> list[Location]:
+        return []
+
     def describe(self) -> dict[str, Any]:
         """The settings that this engine runs with, as plain data."""
         return {
@@ -149,7 +152,7 @@ class HFEngine:
 
 
 def load_hf(
-    path: Path, *, dtype: str, device: str | None, attention: str = "sdpa", threads: int | None = None
+    path: Path, *, dtype: str, device: str | None = None, attention: str = "sdpa", threads: int | None = None
 ) -> HFEngine:
     """Load a local folder with `transformers`; `dtype` is a torch dtype's name."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -12,11 +12,15 @@ import cloudpickle
 
 from adapters.engines.settings import environment, vllm_arguments
 from adapters.errors import LoadError
-from adapters.points import Points, dimensions, family_of
+from adapters.points import Location, Points, dimensions, family_of
 from adapters.runtime import Ask, Output
+from adapters.taps import declared
 from adapters.work import Settings
 
 WORKER = "adapters.engines.vllm_worker.Worker"
+# The key of the declared taps in `additional_config`. It is part of the compile cache's key, which the worker class is
+# not: without it a tapped engine would load an untapped artifact and no tap would ever fire.
+TAPS = "tapgrid_taps"
 
 
 class VLLMEngine:
@@ -121,6 +125,9 @@ class VLLMEngine:
         saves, error, stopped = kept or ({}, None, False)
         return Output(ask.id, ask.prompt, tokens, saves, error, stopped, self.tokenizer)
 
+    def declared(self) -> list[Location]:
+        return declared((self.arguments.get("additional_config") or {}).get(TAPS, ()), self.points)
+
     def describe(self) -> dict[str, Any]:
         """The engine arguments that this engine booted with, as plain data."""
         return dict(self.arguments)
@@ -137,9 +144,12 @@ class VLLMEngine:
 
 
 def load_vllm(
-    path: Path, *, dtype: str, settings: Settings | None = None, eager: bool = True, **overrides: Any
+    path: Path, *, dtype: str, settings: Settings | None = None, taps: Sequence[str] | None = None, **overrides: Any
 ) -> VLLMEngine:
-    """Boot vLLM on a local folder. `overrides` are keyword arguments of `vllm.LLM`."""
+    """Boot vLLM on a local folder. Eager, or compiled with `taps` inside.
+
+    `overrides` are keyword arguments of `vllm.LLM`.
+    """
     settings = settings or Settings(dtype=dtype)
     for name, value in environment(settings).items():
         os.environ.setdefault(name, value)
@@ -156,5 +166,7 @@ def load_vllm(
             raise LoadError(
                 f"{name}={overrides[name]!r} is not supported with interventions: rows of a pass would not be whole"
             )
-    arguments = {**vllm_arguments(path, settings, eager=eager), "worker_cls": WORKER, **overrides}
+    arguments = {**vllm_arguments(path, settings, eager=taps is None), "worker_cls": WORKER, **overrides}
+    if taps is not None:
+        arguments["additional_config"] = {**(overrides.get("additional_config") or {}), TAPS: list(taps)}
     return VLLMEngine(LLM(**arguments), arguments)

@@ -16,6 +16,7 @@ import torch
 from vllm.platforms import current_platform
 
 from adapters.eager import Hooks
+from adapters.engines.vllm import TAPS
 from adapters.errors import LoadError
 from adapters.interleave import Interleaver, Job, Key, Live
 from adapters.points import LOGITS_KEY, SAMPLED_KEY, Points, dimensions, family_of
@@ -29,9 +30,6 @@ else:
 
 # The key under which a request carries its interventions in `SamplingParams.extra_args`.
 EXTRA = "tapgrid"
-# The key of the declared taps in `additional_config`. It is part of the compile cache's key, which the worker class is
-# not: without it a tapped engine would load an untapped artifact and no tap would ever fire.
-TAPS = "tapgrid_taps"
 # Bodies of `trace` and `steps` by request id; only an engine in this process has any.
 BODIES: dict[str, Any] = {}
 # Workers of engines in this process, newest last: how a client there reaches its own without a remote call.

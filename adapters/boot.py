@@ -1,0 +1,87 @@
+"""`load`: from a model's folder or name to a runtime that is ready for interventions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from adapters.errors import LoadError
+from adapters.runtime import Engine, Runtime
+from adapters.selftest import check_taps
+
+EngineName = Literal["hf", "vllm"]
+BackendName = Literal["eager", "taps"]
+
+
+def load(
+    model: str | Path,
+    *,
+    engine: EngineName = "hf",
+    backend: BackendName = "eager",
+    taps: Sequence[str] | None = None,
+    dtype: str = "bfloat16",
+    resolve: Callable[[str], Path] | None = None,
+    **arguments: Any,
+) -> Runtime:
+    """Load a model on an engine, ready for interventions.
+
+    Args:
+        model: a local folder in `transformers` format, or a name that `resolve` turns into one.
+        engine: "hf" for `transformers`, "vllm" for vLLM.
+        backend: "eager" reaches every location, through hooks on the touched modules only. "taps" compiles the model and
+            keeps the declared points live inside it.
+        taps: the points that stay live under backend="taps": "resid_post.*" (every layer), "z.10", "embed".
+            `logits` and `sampled` are always reachable.
+        arguments: passed to the engine, on top of what every tapgrid engine boots with.
+
+    Raises LoadError for a combination that cannot work, with what to change.
+    """
+    if (backend == "taps") != (taps is not None):
+        raise LoadError(
+            "backend='taps' needs taps=[...], the points to keep live inside the compiled model, e.g. taps=['resid_post.*']"
+            if backend == "taps"
+            else f"taps={list(taps or ())} needs backend='taps'; backend={backend!r} reaches every point without declaring it"
+        )
+    if isinstance(taps, str):
+        raise LoadError(f"taps is a list of points: taps=[{taps!r}]")
+    booted = _ENGINES_OF.get((engine, backend))
+    if booted is None:
+        known = ", ".join(f"engine={e!r} backend={b!r}" for e, b in _ENGINES_OF)
+        raise LoadError(f"there is no engine={engine!r} with backend={backend!r}; there are {known}")
+    path = Path(model)
+    if not path.is_dir():
+        if resolve is None:
+            raise LoadError(
+                f"{str(model)!r} is not a folder; tapgrid.load also takes names of embedded models and hub ids"
+            )
+        path = resolve(str(model))
+    runtime = Runtime(booted(path, dtype, list(taps or ()), arguments))
+    if backend == "taps":
+        check_taps(runtime)
+    return runtime
+
+
+def _hf_eager(path: Path, dtype: str, taps: list[str], arguments: dict[str, Any]) -> Engine:
+    from adapters.engines.hf import load_hf
+
+    return load_hf(path, dtype=dtype, **arguments)
+
+
+def _vllm_eager(path: Path, dtype: str, taps: list[str], arguments: dict[str, Any]) -> Engine:
+    from adapters.engines.vllm import load_vllm
+
+    return load_vllm(path, dtype=dtype, **arguments)
+
+
+def _vllm_taps(path: Path, dtype: str, taps: list[str], arguments: dict[str, Any]) -> Engine:
+    from adapters.engines.vllm import load_vllm
+
+    return load_vllm(path, dtype=dtype, taps=taps, **arguments)
+
+
+_ENGINES_OF: dict[tuple[str, str], Callable[[Path, str, list[str], dict[str, Any]], Engine]] = {
+    ("hf", "eager"): _hf_eager,
+    ("vllm", "eager"): _vllm_eager,
+    ("vllm", "taps"): _vllm_taps,
+}

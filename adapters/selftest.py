@@ -1,0 +1,87 @@
+"""The boot self-test of a compiled engine: every declared tap is counted in one real prefill and one real decode step.
+
+A dead tap is silent: the model still speaks, the captures are just somebody else's or none. A stale compile cache, code
+shared with an untapped instance, a hook that came after compilation, a full graph replayed over the tap, a pass that
+undid the split: each shows here as a count that is not two, or as a write that changed nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from adapters.errors import InterventionError, LoadError
+from adapters.points import Location
+
+if TYPE_CHECKING:
+    from adapters.intervention import Pass
+    from adapters.runtime import Runtime
+
+PROMPT = (5, 7, 11, 13, 17)
+_WHY = (
+    "the usual reasons are a compile cache from an engine with other taps, hooks added after the first compiled call, "
+    "another instance of the model class compiled before in this process, or a full graph that replays over the tap"
+)
+
+
+def check_taps(runtime: Runtime) -> None:
+    """Refuse to serve (LoadError) unless every declared tap fires in prefill and in decode, for reads and for writes."""
+    locations = runtime.engine.declared()
+    try:
+        counts = _counts(runtime, locations)
+        dead = [f"{loc} ({got} of 2 passes)" for loc, got in zip(locations, counts, strict=True) if got != 2]
+        if dead:
+            raise LoadError(f"taps that did not fire: {', '.join(dead)}; {_WHY}")
+        deaf = _deaf(runtime, locations)
+        if deaf:
+            raise LoadError(f"taps whose writes change nothing: {', '.join(map(str, deaf))}; {_WHY}")
+    except BaseException:
+        runtime.close()
+        raise
+
+
+def _counts(runtime: Runtime, locations: list[Location]) -> list[int]:
+    """How many of two passes each tap was visited in. A tap that is not visited ends the pass: taps after it count too
+    few as well, so each gets a chance of its own in a second look."""
+
+    def total(only: list[int]) -> list[int]:
+        def one(m: Pass) -> None:
+            for i in only:
+                m._read(locations[i])
+                m.save("seen", i)
+
+        out = runtime.run([PROMPT], one, max_new_tokens=2, ignore_eos=True, on_error="return")[0]
+        seen = out.saves.get("seen", [])
+        return [seen.count(i) for i in only]
+
+    first = total(list(range(len(locations))))
+    return [got if got == 2 else total([i])[0] for i, got in enumerate(first)]
+
+
+def _deaf(runtime: Runtime, locations: list[Location]) -> list[Location]:
+    """Taps whose write leaves the logits of that very pass as they were, in prefill or in decode."""
+
+    def logits(write: Location | None) -> list[torch.Tensor]:
+        def poke(m: Pass) -> None:
+            if write is not None:
+                m._read(write).mul_(-3.0).add_(1.0)
+            m.save("logits", m.logits)
+            m.sampled[:] = PROMPT[0]
+
+        out: Any = runtime.run([PROMPT], poke, max_new_tokens=2, ignore_eos=True, on_error="return")[0]
+        if isinstance(out.error, InterventionError):
+            raise LoadError(f"self-test: {out.error}") from out.error
+        return list(out.saves["logits"])
+
+    plain = logits(None)
+    return [
+        loc
+        for loc in _one_of_each(locations)
+        if any(torch.equal(a, b) for a, b in zip(plain, logits(loc), strict=True))
+    ]
+
+
+def _one_of_each(locations: list[Location]) -> list[Location]:
+    """The last declared tap of every point: writes share the operator, so one of each name shows that it is the right one."""
+    return list({loc.name: loc for loc in locations}.values())
