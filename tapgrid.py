@@ -1,0 +1,54 @@
+"""tapgrid: run Python inside a model's forward, and measure and validate the engines that claim to.
+
+    import tapgrid
+    rt = tapgrid.load("smollm2")
+
+and `python -m tapgrid` (or the `tapgrid` command) for the grid.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from adapters.runtime import Runtime
+
+_HOMES = {
+    "Output": "adapters.runtime",
+    "Pass": "adapters.intervention",
+    "Runtime": "adapters.runtime",
+}
+
+__all__ = ["Output", "Pass", "Runtime", "load"]
+
+
+def load(model: str | Path, **arguments: Any) -> Runtime:
+    """Load a model on an engine, ready for interventions; see `adapters.boot.load` for every argument.
+
+    `model` is a local folder, a hub id, or the name of an embedded model ("smollm2", "gemma3", "synthetic:llama").
+
+    >>> rt = load("synthetic:llama", dtype="float32")
+    >>> out = rt.run([[5, 7, 11]], lambda m: m.save("x", m.resid_post[1]), max_new_tokens=4)
+    >>> out[0].cat("x").shape
+    torch.Size([6, 128])
+    >>> rt.close()
+    """
+    from adapters.boot import load as boot
+    from harness.models import resolve
+
+    return boot(model, resolve=resolve, **arguments)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tapgrid' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+if __name__ == "__main__":
+    from harness.cli import main
+
+    sys.exit(main())
