@@ -91,8 +91,9 @@ def validate(bench: Bench, rows: Sequence[Row], validator: str, cache: Path) -> 
     except Exception as error:
         traceback.print_exc()
         bench.distrust = f"nothing was validated: {validator} is not usable ({type(error).__name__}: {error})"
+    if bench.validator:
+        _check_reads(bench)  # of a plain engine too: it hands back no activation, but its tokens can be wrong
     if bench.validator and not bench.adapter.plain:
-        _check_reads(bench)
         for row in rows:
             _check_write(bench, row)
     bench.send("done", row=None, seconds=time.perf_counter() - start)
@@ -111,7 +112,7 @@ def _check_reads(bench: Bench) -> None:
     failures = [f for f in found if f["verdict"] == "FAIL"]
     if failures:
         bench.distrust = f"{len(failures)} of {len(found)} reads failed validation, the first: {_sentence(failures[0])}"
-    elif not found:
+    elif not found and not bench.adapter.plain:
         bench.distrust = "no activation of this process was validated"
 
 
@@ -144,42 +145,50 @@ def _sentence(finding: Mapping[str, Any]) -> str:
     return f"{finding['what']} at {finding['point'] or 'no point'}: {finding['reason']}"
 
 
-def measure(bench: Bench, row: Row) -> None:
-    """One cell in this process: asked first, warmed up, then timed `runs` times, each run checked."""
+def ask(bench: Bench, row: Row) -> Work | None:
+    """The row's work, or None where the column refuses it, which is then reported."""
     bench.send("phase", phase="ask", row=row.name)
     work = workloads.work_for(row, bench.info, bench.ids, plain=bench.adapter.plain)
     refusal = work if isinstance(work, Refusal) else bench.adapter.refuses(work, row.shape)
     if refusal is not None:
         bench.send("refusal", row=row.name, code=refusal.code, reason=refusal.sentence)
-        return
+        return None
     assert not isinstance(work, Refusal)
+    return work
+
+
+def measure(bench: Bench, row: Row) -> None:
+    """One cell in this process: asked first, warmed up, timed `runs` times back to back, then every run checked."""
+    work = ask(bench, row)
+    if work is None:
+        return
     begin = time.perf_counter()
     bench.send("phase", phase="run", row=row.name)
-    timed: Work = work
-    if KINDS[row.name].installed:
-        try:
-            bench.adapter.install(work)
-        except NotImplementedError as no:
-            bench.send(
-                "refusal",
-                row=row.name,
-                code="not-expressible",
-                reason=str(no) or "this column cannot leave work on its engine",
-            )
-            return
-        timed = Nothing()
+    installed = KINDS[row.name].installed
+    if installed and not _install(bench, row, work):
+        return
     try:
+        timed = Nothing() if installed else work
         _run(bench, row, timed, WARM_UP)
-        for run in range(bench.runs):
-            bench.send("phase", phase="run", row=row.name)
-            line, requests, outcomes = _run(bench, row, timed, run)
-            bench.send("phase", phase="check", row=row.name)
-            problem = _problem(bench, row, work, requests, outcomes)
-            bench.send("run", row=row.name, run=run, **line, validated=problem is None, invalid_reason=problem)
+        runs = [_run(bench, row, timed, run) for run in range(bench.runs)]
     finally:
-        if KINDS[row.name].installed:
+        if installed:
             bench.adapter.remove()
+    bench.send("phase", phase="check", row=row.name)
+    for run, (line, requests, outcomes) in enumerate(runs):
+        problem = _problem(bench, row, work, requests, outcomes)
+        bench.send("run", row=row.name, run=run, **line, validated=problem is None, invalid_reason=problem)
     bench.send("done", row=row.name, seconds=(time.perf_counter() - begin) / (bench.runs + 1))
+
+
+def _install(bench: Bench, row: Row, work: Work) -> bool:
+    try:
+        bench.adapter.install(work)
+    except NotImplementedError as no:
+        why = str(no) or "this column cannot leave work on its engine"
+        bench.send("refusal", row=row.name, code="not-expressible", reason=why)
+        return False
+    return True
 
 
 def _run(bench: Bench, row: Row, work: Work, run: int) -> tuple[dict[str, Any], list[Request], list[Outcome]]:

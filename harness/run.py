@@ -51,6 +51,10 @@ class _Visit:
     booted: float | None = None
     seconds: dict[str, Any] = field(default_factory=dict)
 
+    def start(self, process: str, logs: Path) -> None:
+        self.process, self.log, self.begin = process, logs / f"{process}.log", time.monotonic()
+        self.booted, self.seconds = None, {}
+
 
 def execute(session: Session, progress: Quiet | None = None) -> Path:
     """Run everything that the session's plan still lacks."""
@@ -176,9 +180,7 @@ def _process(session: Session, visit: _Visit, progress: Quiet) -> None:
             if p["round"] == visit.round and p["column"] == visit.column
         }
     )
-    visit.process = f"r{visit.round}-{visit.order}-{visit.column}-{count}"
-    visit.log = session.folder / "logs" / f"{visit.process}.log"
-    visit.begin, visit.booted, visit.seconds = time.monotonic(), None, {}
+    visit.start(f"r{visit.round}-{visit.order}-{visit.column}-{count}", session.folder / "logs")
     column = session.choice.grid.known_columns()[visit.column]
     python = child.interpreter(column.environment)
     if python is None:
@@ -225,9 +227,10 @@ def _take(
     elif kind == "done":
         if line["row"] is None:
             visit.seconds["validate"] = line["seconds"]
-        else:
+            return
+        if line["seconds"] is not None:
             visit.seconds.setdefault("rows", {})[line["row"]] = line["seconds"]
-            session.done.add((visit.round, line["row"], visit.column))
+        session.done.add((visit.round, line["row"], visit.column))
     elif kind == "process":
         visit.booted = line["boot_wall_seconds"]
         telling = {k: v for k, v in os.environ.items() if k.startswith(_TELLING)}
@@ -267,6 +270,7 @@ def _spec(session: Session, visit: _Visit) -> dict[str, Any]:
         "settings": asdict(grid.settings),
         "rows": [asdict(r) for r in visit.rows],
         "runs": session.plan.runs,
+        "timed": session.timed,
         "seed": grid.seed,
         "validator": grid.validator,
         "cache": str((folder_of(session.choice.options) / "references").resolve()),

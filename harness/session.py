@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,7 @@ class Session:
     writer: Writer
     before: Store | None = None
     done: set[tuple[int, str, str]] = field(default_factory=set)  # round, row, column
+    timed: bool = True
 
     @property
     def id(self) -> str:
@@ -130,8 +131,11 @@ def key_of(
     )
 
 
-def prepare(choice: Choice, cells: Collection[Cell] | None = None) -> Session:
-    """Resolve the model, find a session to resume or open a new store. `cells`: measure only these."""
+def prepare(choice: Choice, cells: Collection[Cell] | None = None, *, timed: bool = True) -> Session:
+    """Resolve the model, find a session to resume or open a new store.
+
+    `cells`: measure only these. `timed=False`: check activations only; such stores lie apart, under `validations/`.
+    """
     cells = choice.cells if cells is None else [c for c in choice.cells if c in set(cells)]
     if not cells:
         raise UsageError("no cell is selected, so there is nothing to measure")
@@ -147,9 +151,9 @@ def prepare(choice: Choice, cells: Collection[Cell] | None = None) -> Session:
     # A budget tier may settle for fewer runs; that is its doing and not a setting.
     runs = choice.tier.runs if first.budget_seconds and choice.options.runs is None else first.runs
     key = key_of(choice, runs, fixed, cells, model, facts)
-    path, before = _place(choice, folder, key)
+    path, before = _place(choice, folder if timed else folder / "validations", key)
     if before is not None:
-        return _resume(choice, costs, model, path, before)
+        return replace(_resume(choice, costs, model, path, before), timed=timed)
     line = {
         "session": f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{key[:8]}",
         "schema": SCHEMA,
@@ -165,7 +169,7 @@ def prepare(choice: Choice, cells: Collection[Cell] | None = None) -> Session:
         "started": fingerprint.now(),
         "fingerprint": facts,
     }
-    session = Session(choice, first, costs, model, path, line, Writer(path))
+    session = Session(choice, first, costs, model, path, line, Writer(path), timed=timed)
     session.writer.append("session", **line)
     for row, column in choice.cells:
         if (row, column) not in set(cells):

@@ -26,7 +26,7 @@ from adapters.work import (
     Settings,
 )
 from harness import clock, fingerprint, workloads
-from harness.bench import Bench, measure, show_text, validate
+from harness.bench import Bench, ask, measure, show_text, validate
 from harness.models import info
 from harness.store import dump
 from harness.workloads import Row
@@ -45,6 +45,7 @@ class Spec:
     seed: int
     validator: str
     cache: str
+    timed: bool = True
     path: Sequence[str] = ()
 
 
@@ -103,6 +104,7 @@ def serve(spec: Spec, send: Callable[..., None]) -> None:
         for asked in spec.rows:
             send("refusal", row=asked["name"], code="no-library", reason=str(missing))
         return
+    bench = None
     try:
         took = clock.stop(before, settings.tensor_parallel > 1)
         send(
@@ -118,13 +120,18 @@ def serve(spec: Spec, send: Callable[..., None]) -> None:
         show_text(bench)
         validate(bench, rows, spec.validator, Path(spec.cache))
         for row in rows:
-            measure(bench, row)
+            if spec.timed:
+                measure(bench, row)
+            elif ask(bench, row) is not None:
+                send("done", row=row.name, seconds=None)
         send("phase", phase="close", row=None)
     except BaseException as error:
         _report(error, send)  # before closing, which may hang after an error; the parent waits no longer
         raise
     finally:
         adapter.close()
+        if bench is not None and hasattr(bench.validator, "close"):
+            bench.validator.close()
 
 
 if __name__ == "__main__":

@@ -194,6 +194,8 @@ class Fake:
         self._trap("close")
 
     def refuses(self, work: Work, shape: Shape) -> Refusal | None:
+        if self.plain and not isinstance(work, Nothing):
+            return Refusal("not-plain", f"{self.name} is plain")
         if type(work).__name__ in self.plan.get("refuse", []):
             return Refusal("not-expressible", f"{self.name} has no way to say {type(work).__name__}")
         return None

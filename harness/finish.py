@@ -1,0 +1,135 @@
+"""After measuring: judge, write the reports, ask the gate, and turn all of it into one exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.session import NOT_SELECTED
+from harness.store import Store, StoreError, find, read
+
+UNMEASURED = ("UNSUPPORTED", "MISSING")
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A session's outcome: 0 fine, 1 regression or failed validation, 3 cannot judge."""
+
+    store: Store
+    cells: Sequence[Any]  # harness.judge.Cell
+    code: int
+    reports: Sequence[Path] = ()
+    notes: Sequence[str] = ()
+
+    def to_json(self) -> list[dict[str, Any]]:
+        from harness.judge import to_json
+
+        return [to_json(c) for c in self.cells]
+
+    def lines(self, quiet: bool = False) -> list[str]:
+        """The verdicts and where everything is, for a terminal."""
+        table = [] if quiet else [*table_of(self.cells), ""]
+        logs = dict.fromkeys(f["stderr"] for f in self.store.failed if f.get("stderr"))
+        return [
+            *table,
+            *self.notes,
+            *(f"lost cells; the output of the worker: {path}" for path in logs),
+            *(f"report: {path}" for path in self.reports),
+            f"store:  {self.store.path}",
+        ]
+
+
+def exit_code(cells: Sequence[Any]) -> int:
+    """What the cells alone say. A validation failure outweighs a lost cell; nothing measured is never 0."""
+    verdicts = [c.verdict for c in cells]
+    if "INVALID" in verdicts:
+        return 1
+    return 3 if "MISSING" in verdicts or all(v in UNMEASURED for v in verdicts) else 0
+
+
+def worst(*codes: int) -> int:
+    """One exit code of several: a failure, then doubt, then fine.
+
+    >>> worst(0, 3), worst(3, 1, 0), worst(0, 0)
+    (3, 1, 0)
+    """
+    return 1 if 1 in codes else max(codes)
+
+
+def finish(
+    path: Path, report: str | None = None, baseline: str | None = None, gate: str | None = None, strict: bool = False
+) -> Ending:
+    """Judge the store at `path` and do what follows from the options."""
+    from harness.judge import judge
+
+    store = read(path)
+    cells = judge(store)
+    code, notes, reports = exit_code(cells), list(store.warnings), []
+    if report:
+        try:
+            reports = write_reports(store, cells, Path(report))
+        except Exception as error:  # hours of measuring must not end in a traceback
+            code = worst(code, 3)
+            notes.append(f"the report could not be written ({type(error).__name__}: {error}); the store is whole")
+    if baseline or gate:
+        gate_code, said = ask_gate(baseline, path, gate, strict)
+        code, notes = worst(code, gate_code), [*notes, *said]
+    return Ending(store, cells, code, reports, notes)
+
+
+def ask_gate(baseline: str | None, path: Path, rule: str | None, strict: bool) -> tuple[int, list[str]]:
+    """The gate's exit code and what it says. No baseline is not a pass."""
+    from harness import gate
+
+    if not baseline:
+        return 3, ["a gate needs something to compare with: name a store with --baseline; nothing was gated"]
+    try:
+        before = find(baseline)
+    except StoreError as error:
+        return 3, [f"no baseline: {error}"]
+    return gate.ask(before, path, rule, strict)
+
+
+def write_reports(store: Store, cells: Sequence[Any], html: Path) -> list[Path]:
+    """report.html, and report.md beside it."""
+    import reports.html
+    import reports.markdown
+
+    html.parent.mkdir(parents=True, exist_ok=True)
+    markdown = html.with_suffix(".md")
+    reports.html.write(store, cells, html)
+    reports.markdown.write(store, cells, markdown)
+    return [html.resolve(), markdown.resolve()]
+
+
+def share_of(cell: Any) -> float | None:
+    """The share that the cell's verdict is about: of vanilla, or of the plain engine that it is read against."""
+    shares = {"vanilla": cell.share_vanilla, "vanilla-eager": cell.share_eager, "hf": cell.share_hf}
+    return shares.get(cell.against or "vanilla")
+
+
+def short(cell: Any) -> str:
+    """A cell in a few characters."""
+    if cell.verdict == "UNSUPPORTED":
+        return "." if cell.code == NOT_SELECTED else "-"
+    if cell.verdict in ("INVALID", "MISSING"):
+        return str(cell.verdict)
+    if cell.verdict == "REFERENCE" or share_of(cell) is None:
+        return "" if cell.value is None else f"{cell.value:.4g} {cell.unit}"
+    return f"{100 * (share_of(cell) or 0):.0f} % {cell.verdict}"
+
+
+def table_of(cells: Sequence[Any]) -> list[str]:
+    """Rows by columns: the share of the plain engine and the verdict; values where there is nothing to compare with."""
+    columns = list(dict.fromkeys(c.column for c in cells))
+    rows = list(dict.fromkeys(c.row for c in cells))
+    text = {(c.row, c.column): short(c) for c in cells}
+    table = [["", *columns], *([r, *(text.get((r, c), "") for c in columns)] for r in rows)]
+    wide = [max(len(line[i]) for line in table) for i in range(len(columns) + 1)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, wide, strict=True)).rstrip() for line in table]
+    reasons = dict.fromkeys(
+        f"{c.column}, {c.row}: {c.verdict}: {c.reason}" for c in cells if c.verdict in ("INVALID", "MISSING")
+    )
+    return [*lines, *([""] if reasons else []), *reasons]
