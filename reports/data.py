@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from harness.judge import to_json
 from reports.escape import Safe, join, json_block, tag
 from reports.numbers import finite
 from reports.runs import MOST_RUNS
 from reports.view import View
 from reports.words import plural
 
-if TYPE_CHECKING:
-    from harness.judge import Cell
-
 SCHEMA = "1.0"
 RUN_FIELDS = ("process", "row", "run", "value_wall", "value_cpu", "validated")
-
-
-def cell_data(cell: Cell) -> dict[str, Any]:
-    """Every field of a cell, nothing rounded."""
-    return dataclasses.asdict(cell)
 
 
 def _six(value: object) -> float | None:
@@ -38,7 +30,7 @@ def _runs(view: View) -> dict[str, Any]:
     rows = {name: i for i, name in enumerate(names)}
     return {
         "digits": 6,
-        "processes": [[p.get("process"), p.get("round"), p.get("order"), p.get("column")] for p in view.store.processes],
+        "processes": [[p.get(k) for k in ("process", "round", "order", "column")] for p in view.store.processes],
         "rows": names,
         "fields": RUN_FIELDS,
         "values": [
@@ -51,7 +43,7 @@ def _runs(view: View) -> dict[str, Any]:
 
 def page_data(view: View) -> dict[str, Any]:
     """The embedded data: cells as one list of fields and one list a cell."""
-    cells = [cell_data(c) for c in view.cells]
+    cells = [to_json(c) for c in view.cells]
     fields = list(cells[0]) if cells else []
     session = {k: v for k, v in view.session.items() if k not in {"plan", "kind"}}
     return {
@@ -68,7 +60,8 @@ def data(view: View) -> Safe:
     """The section with the download buttons, and the data itself."""
     block = json_block(page_data(view))
     digest = hashlib.sha256(block.encode()).hexdigest()
-    store = getattr(view.store, "path", None)
+    path = getattr(view.store, "path", None)
+    store = "/".join(path.parts[-2:]) if path else None  # the rest of the path is this machine's own business
     held = f"{plural(len(view.cells), 'cell')} exactly, as `tapgrid show --json` prints them"
     runs = (
         "runs are left to the store"

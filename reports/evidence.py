@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from reports.escape import Safe, join, tag
 from reports.numbers import finite, percent
@@ -11,7 +10,7 @@ from reports.svg import mark_svg
 from reports.view import View
 from reports.words import plural
 
-Floors = Mapping[tuple[str, str], Any]
+Floors = Mapping[tuple[str, str], float]
 
 
 def texts(view: View) -> Safe:
@@ -66,27 +65,28 @@ def failures(view: View) -> Safe:
     return tag("div", tag("table", tag("thead", head), tag("tbody", *rows), class_="plain"), class_="scroll")
 
 
-def floors(view: View, given: Mapping[str, Any] | None) -> Safe:
+def floors(view: View, given: Floors | None) -> Safe:
     """Each cell's own A/A spread on this machine: a smaller difference than this is this machine's noise."""
     if not given:
         return Safe("")
     rows = []
-    for name, value in given.items():
-        number = finite(value if not isinstance(value, Mapping) else value.get("floor"))
+    for (row, column), spread in given.items():
+        number = finite(spread)
         over = number is not None and number > view.margin
         rows.append(
             tag(
                 "tr",
-                tag("th", name, scope="row"),
+                tag("th", row, scope="row"),
+                tag("td", column),
                 tag("td", percent(number), class_="n"),
-                tag("td", "the floor is the margin here" if over else "the margin is wider", class_="note"),
+                tag("td", "wider than the margin, so it is the margin" if over else "", class_="note"),
             )
         )
-    head = tag("tr", *(tag("th", h, scope="col") for h in ("cell", "A/A spread", "")))
+    head = tag("tr", *(tag("th", h, scope="col") for h in ("row", "column", "A/A spread", "")))
     note = tag(
         "p",
-        "The same column measured as both arms. A difference inside this spread is noise of this machine, so a cell's margin is "
-        f"the larger of {percent(view.margin)} and its own spread.",
+        "The same column measured as both arms. A difference inside this spread is noise of this machine, "
+        f"so a cell's margin is the larger of {100 * view.margin:g} % and its own spread.",
         class_="note",
     )
     return join(

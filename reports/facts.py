@@ -11,28 +11,42 @@ if TYPE_CHECKING:
     from harness.judge import Cell
 
 NO_NUMBER = frozenset({"UNSUPPORTED", "MISSING"})
+NO_CLAIM = NO_NUMBER | {"INVALID"}
 
 
 def share(cell: Cell, unit: str = NARROW + "%") -> str:
-    """The share of vanilla with the digits that its interval supports; blank for none."""
-    return percent(cell.share_vanilla, cell.low, cell.high, unit)
+    """The judged share, of the plain engine `against`, with the digits that its interval supports; blank for none."""
+    return percent(cell.share, cell.low, cell.high, unit)
 
 
 def bounds(cell: Cell, unit: str = NARROW + "%") -> str:
+    """The 95 % interval of the judged share."""
     return interval(cell.low, cell.high, unit)
 
 
-def side_share(cell: Cell, value: float | None) -> str:
-    """Another share of the same cell: it has no interval of its own, so it borrows the relative one of the main share."""
-    main, half, number = finite(cell.share_vanilla), half_width(cell.low, cell.high), finite(value)
+def side(cell: Cell, of: str) -> str:
+    """The share of vanilla, vanilla-eager or hf. One that was not judged has no interval of its own, and borrows
+    the relative width of the judged one for its digits."""
+    if of == "hf" and cell.against != "hf":
+        return ""  # how much faster vLLM is than transformers is no finding about a column
+    number = finite({"vanilla": cell.share_vanilla, "vanilla-eager": cell.share_eager, "hf": cell.share_hf}[of])
+    main, half = finite(cell.share), half_width(cell.low, cell.high)
+    if cell.against == of:
+        return share(cell, unit="")
     if main is None or half is None or number is None or main <= 0:
-        return percent(value, unit="")
+        return percent(number, unit="")
     relative = half / main * number
     return percent(number, number - relative, number + relative, unit="")
 
 
 def value(cell: Cell) -> str:
+    """The value by the judged time."""
     return measured(cell.value, cell.process_values)
+
+
+def with_unit(cell: Cell) -> str:
+    """The value and its unit, blank for none."""
+    return f"{value(cell)}{NARROW}{cell.unit}" if value(cell) else ""
 
 
 def other(cell: Cell) -> str:
@@ -41,7 +55,8 @@ def other(cell: Cell) -> str:
 
 
 def p(number: float | None) -> str:
-    return significant(number, 2)
+    """A p value; below one in ten thousand no digit of it means anything."""
+    return "<0.0001" if number is not None and number < 1e-4 else significant(number, 2)
 
 
 def smallest(cell: Cell) -> str:
@@ -51,29 +66,31 @@ def smallest(cell: Cell) -> str:
 
 
 def evidence(cell: Cell) -> str:
-    """Rounds times runs, blank where nothing ran."""
-    return f"{cell.rounds}×{cell.runs}" if cell.rounds else ""
+    """Rounds that count, and runs over all processes; blank where nothing ran."""
+    return f"{cell.rounds} / {cell.runs}" if cell.runs else ""
 
 
 def validation(cell: Cell) -> str:
     """Whether the same processes showed the right activations."""
-    if cell.verdict in NO_NUMBER or not cell.rounds:
+    if cell.verdict in NO_NUMBER or not cell.runs:
         return ""
     return "right" if cell.validated else "wrong" if cell.verdict == "INVALID" else "not checked"
 
 
 def reason(cell: Cell) -> str:
-    """Why the verdict is what it is, with the refusal's code and the rounds that would settle it."""
-    parts = [f"[{cell.code}]" if cell.code else "", cell.reason or ""]
-    if cell.verdict == "UNCLEAR" and cell.rounds_needed and str(cell.rounds_needed) not in (cell.reason or ""):
-        parts.append(f"({plural(cell.rounds_needed, 'round')} would settle it)")
-    said = " ".join(part for part in parts if part)
-    return said or ("no reason was given" if cell.verdict in NO_NUMBER | {"INVALID"} else "")
+    """Why the verdict is what it is; a refusal's code comes first."""
+    said = f"[{cell.code}] {cell.reason}" if cell.code else cell.reason or ""
+    return said or ("no reason was given" if cell.verdict in NO_CLAIM else "")
+
+
+def remarks(cell: Cell) -> str:
+    """The reason, and what to be wary of."""
+    return ". ".join(part for part in (reason(cell), *(f"Note: {w}" for w in cell.warnings)) if part)
 
 
 def why_blank(cell: Cell) -> str:
     """Why a field of this cell holds no number."""
-    if cell.verdict in NO_NUMBER:
+    if cell.verdict in NO_CLAIM:
         return f"{verdict(cell.verdict).short}: {reason(cell)}"
     if cell.verdict == "REFERENCE":
         return "the reference is not compared with itself"

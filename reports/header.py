@@ -22,14 +22,19 @@ def facts_line(view: View) -> list[tuple[str, str]]:
     session, grid = view.session, view.grid
     machine = session.get("fingerprint") or {}
     rounds = max((c.rounds for c in view.cells), default=0)
-    runs = max((c.runs for c in view.cells), default=0)
+    runs = session.get("runs")
     moments = [str(x["started"]) for x in (*view.sessions, *view.store.runs) if x.get("started")]
     commit = machine.get("git commit") or machine.get("git_commit") or machine.get("commit")
     dirty = machine.get("git dirty") or machine.get("git_dirty") or machine.get("dirty")
     found = [
         ("model", grid.get("model")),
         ("tier", session.get("tier")),
-        ("evidence", f"{plural(rounds, 'round')} × {plural(runs, 'run')}" if rounds else None),
+        (
+            "evidence",
+            plural(rounds, "round") + (f" × {plural(runs, 'run')}" if isinstance(runs, int) else "")
+            if rounds
+            else None,
+        ),
         ("judged by", {"cpu": "process CPU time", "wall": "wall time"}.get(view.metric, view.metric)),
         ("margin", f"±{100 * view.margin:g}{NARROW}%"),
         ("α", f"{grid.get('alpha', 0.05)}, Benjamini-Hochberg over the report"),
@@ -71,7 +76,18 @@ def warnings(view: View) -> list[str]:
         found.append(f"{plural(lost, 'run')} of cells that broke off are kept in the store and not counted.")
     if view.store.processes and getattr(view.store, "finished", True) is False:
         found.append("The plan was not carried out to its end: the same command resumes it.")
+    found += _noted(view)
     return found + [str(w) for w in getattr(view.store, "warnings", ())]
+
+
+def _noted(view: View) -> list[str]:
+    """The cells' own warnings: one that most cells share is said once, the others are counted."""
+    tally = Counter(w for c in view.cells for w in c.warnings)
+    shared = [w for w, n in tally.items() if 2 * n > len(view.cells)]
+    others = sum(any(w not in shared for w in c.warnings) for c in view.cells)
+    return shared + (
+        [f"{plural(others, 'cell')} with a note of caution: see the reasons in the table."] if others else []
+    )
 
 
 def bar(view: View) -> Safe:
@@ -131,7 +147,7 @@ def _version(mark: Mark, packages: object) -> str:
 
 
 def _range(cells: list[Cell]) -> str:
-    shares = [s for c in cells if verdict(c.verdict).judged and (s := finite(c.share_vanilla)) is not None]
+    shares = [s for c in cells if verdict(c.verdict).judged and (s := finite(c.share)) is not None]
     if not shares:
         return ""
     low, high = percent(min(shares), unit=""), percent(max(shares), unit="")
@@ -182,10 +198,10 @@ def columns(view: View) -> Safe:
     signs = [
         tag("th", v.sign, title=v.name.lower(), scope="col", class_="n", aria_label=v.name.lower()) for v in VERDICTS
     ]
-    head = tag(
-        "tr", tag("th", "column"), tag("th", "engine"), tag("th", "versions"), *signs,
-        tag("th", "cells", class_="n"), tag("th", "% of vanilla", class_="n"), tag("th", "activations"), tag("th", "boot", class_="n"),
-    )  # fmt: skip
+    left = [tag("th", h, scope="col") for h in ("column", "engine", "versions")]
+    numbers = (("cells", "n"), ("% of plain", "n"), ("activations", None), ("boot", "n"))
+    right = [tag("th", h, scope="col", class_=style) for h, style in numbers]
+    head = tag("tr", *left, *signs, *right)
     body = [_column(c, view, [s for s in found if s.column == c]) for c in view.columns]
     return tag(
         "div", tag("table", tag("thead", head), tag("tbody", *body), class_="plain legend-table"), class_="scroll"

@@ -83,7 +83,8 @@ def _legend() -> Safe:
     letters = "; ".join(f"{letter} {meaning}" for letter, meaning, _ in findings.KINDS)
     return tag(
         "p", "error / yardstick: 0.25 ", *steps[:4], " ", steps[4], " 1 ", *steps[5:], " 5 and more. ",
-        f"Up to 2.5 passes, above 5 fails, between it warns (w). Failures: {letters}. A stroke was not checked; what stands before layer 0 has no layer.",
+        f"Up to 2.5 passes, above 5 fails, between it warns (w). Failures: {letters}. ",
+        "A stroke was not checked; what stands before layer 0 has no layer.",
         class_="note legend",
     )  # fmt: skip
 

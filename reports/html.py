@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reports.data import data
 from reports.environment import environment
 from reports.escape import Safe, tag
-from reports.evidence import failures, floors, texts
+from reports.evidence import Floors, failures, floors, texts
+from reports.files import replace
 from reports.header import columns, header
 from reports.heatmap import validation
 from reports.matrix import matrix
@@ -34,7 +34,6 @@ from reports.words import plural
 
 if TYPE_CHECKING:
     from harness.judge import Cell
-
     from harness.store import Store
 
 
@@ -47,7 +46,8 @@ def _hash(content: str) -> str:
 
 
 def _head(title: str, style: Safe, script: Safe) -> Safe:
-    policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; base-uri 'none'; form-action 'none'"
+    own = f"style-src {_hash(style)}; script-src {_hash(script)}"
+    policy = f"default-src 'none'; {own}; img-src data:; base-uri 'none'; form-action 'none'"
     return tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -60,43 +60,50 @@ def _head(title: str, style: Safe, script: Safe) -> Safe:
     )
 
 
-def _sections(page: View, aa: Mapping[str, Any] | None) -> list[tuple[str, str, str, Safe]]:
-    """(id, name in the navigation, one line of what it shows, content); a section without content is left out."""
-    found = [
-        ("columns", "Columns", "Marks, versions, and how often each verdict fell.", columns(page)),
-        ("grid", "Grid", "Share of vanilla, in per cent. Click a number for everything behind it.", matrix(page)),
-        (
-            "dots",
-            "Shares",
-            "Every row and column: once over the whole range, once close to 100 %. An arrow lies beyond the axis.",
-            panels(page),
-        ),
-        ("table", "All cells", "", table(page)),
-        (
-            "validation",
-            "Activations",
-            "Error against float32, relative to what the dtype alone costs.",
-            validation(page),
-        ),
-        ("runs", "Runs in time", "", runs(page)),
-        ("texts", "Texts", "Greedy continuation, the same prompt everywhere.", texts(page)),
-        ("environment", "Environment", "", environment(page)),
-        ("failures", f"Failures ({len(page.failures)})" if page.failures else "Failures", "", failures(page)),
-        ("floors", "A/A floors", "", floors(page, aa)),
-        ("data", "Data", "", data(page)),
-    ]
-    return [s for s in found if s[3]]
+# id, name, and one line on what the section shows.
+SECTIONS: tuple[tuple[str, str, str], ...] = (
+    ("columns", "Columns", "Marks, versions, and how often each verdict fell."),
+    ("grid", "Grid", "Speed as a share of the plain engine named above each column. Click a number for all behind it."),
+    ("dots", "Shares", "Left, against vanilla over the whole range. Right, against the column's own plain engine, where "
+     "verdicts are decided; an arrow lies beyond the axis."),
+    ("table", "All cells", ""),
+    ("validation", "Activations", "Error against float32, relative to what the dtype alone costs."),
+    ("runs", "Runs in time", ""),
+    ("texts", "Texts", "Greedy continuation, the same prompt everywhere."),
+    ("environment", "Environment", ""),
+    ("failures", "Failures", ""),
+    ("floors", "A/A floors", ""),
+    ("data", "Data", ""),
+)  # fmt: skip
 
 
-def render(store: Store, cells: Sequence[Cell], floors: Mapping[str, Any] | None = None) -> str:
-    """The whole page. `floors` maps a cell's name to its A/A spread, and adds their section."""
+def _contents(page: View, aa: Floors | None) -> dict[str, Safe]:
+    """Section id -> content; one without content is left out of the page."""
+    return {
+        "columns": columns(page),
+        "grid": matrix(page),
+        "dots": panels(page),
+        "table": table(page),
+        "validation": validation(page),
+        "runs": runs(page),
+        "texts": texts(page),
+        "environment": environment(page),
+        "failures": failures(page),
+        "floors": floors(page, aa),
+        "data": data(page),
+    }
+
+
+def render(store: Store, cells: Sequence[Cell], aa: Floors | None = None) -> str:
+    """The whole page. `aa` maps a cell, (row, column), to its A/A spread, and adds their section."""
     page = view(store, cells)
     style, script = _asset("report.css"), _asset("report.js")
-    sections = _sections(page, floors)
-    links = [tag("a", name, href=f"#{anchor}") for anchor, name, _, _ in sections]
+    contents = _contents(page, aa)
+    shown = [(anchor, name, about) for anchor, name, about in SECTIONS if contents[anchor]]
+    links = [tag("a", name, href=f"#{anchor}") for anchor, name, _ in shown]
     body = [
-        tag("section", tag("h2", name), tag("p", about, class_="about") if about else "", content, id=anchor)
-        for anchor, name, about, content in sections
+        tag("section", tag("h2", name), tag("p", about, class_="about") if about else "", contents[anchor], id=anchor)
+        for anchor, name, about in shown
     ]
     title = f"{page.name}: {plural(len(page.cells), 'cell')} · tapgrid"
     main = tag("main", header(page), reading(page), *body, id="main")
@@ -106,18 +113,6 @@ def render(store: Store, cells: Sequence[Cell], floors: Mapping[str, Any] | None
     return "<!DOCTYPE html>\n" + tag("html", _head(title, style, script), whole, lang="en") + "\n"
 
 
-def write(store: Store, cells: Sequence[Cell], path: Path, floors: Mapping[str, Any] | None = None) -> None:
+def write(store: Store, cells: Sequence[Cell], path: Path, aa: Floors | None = None) -> None:
     """Write the page to `path`, whole or not at all."""
-    replace(path, render(store, cells, floors))
-
-
-def replace(path: Path, content: str) -> None:
-    """A file that is either the old one or the new one, also when the disk is full."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(content, encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    replace(path, render(store, cells, aa))

@@ -1,4 +1,4 @@
-"""The grid at a glance: rows down, columns across, share of vanilla in each cell."""
+"""The grid at a glance: rows down, columns across, and in each cell the share of the plain engine below it."""
 
 from __future__ import annotations
 
@@ -40,30 +40,40 @@ def reasons(panel: Panel) -> dict[Reason, list[Cell]]:
     for row in panel.rows:
         for column in panel.columns:
             _, cell = panel.cells.get((row, column), (0, None))
-            if cell and (cell.verdict in facts.NO_NUMBER or cell.verdict == "INVALID"):
+            if cell and (cell.verdict in facts.NO_CLAIM):
                 found.setdefault((cell.verdict, facts.reason(cell)), []).append(cell)
     return found
 
 
+def brief(cell: Cell) -> str:
+    """The judged share, or the value where there is no share to show."""
+    return "" if cell.verdict in facts.NO_NUMBER else facts.share(cell, unit="") or facts.with_unit(cell)
+
+
 def _content(cell: Cell, note: int | None) -> Safe:
-    sign = verdict(cell.verdict)
-    shown = facts.share(cell, unit="")
-    mark = tag("sup", str(note)) if note else ""
-    if cell.verdict == "INVALID":
-        return join([tag("s", shown) if shown else "", tag("b", sign.sign, class_="sign"), mark])
-    if cell.verdict in facts.NO_NUMBER or not shown:
-        return join([tag("span", sign.sign, class_="sign"), mark])
-    weight = {"FASTER": "b", "SAME": "i"}.get(cell.verdict, "span")
-    return join([tag(weight, shown), tag("span", sign.sign, class_="sign")])
+    sign, shown = verdict(cell.verdict), brief(cell)
+    weight = {"FASTER": "b", "SAME": "i", "INVALID": "s"}.get(cell.verdict, "span")
+    parts = [
+        tag(weight, shown) if shown else "",
+        tag("span", sign.sign, class_="sign"),
+        tag("sup", str(note)) if note else "",
+    ]
+    return join(parts)
 
 
 def _cell(i: int, cell: Cell, notes: Mapping[Reason, int]) -> Safe:
-    style, said = verdict(cell.verdict).style, facts.reason(cell)
-    shade = tint(cell.share_vanilla) if verdict(cell.verdict).judged else None
-    label = f"{cell.row}, {cell.column}: {verdict(cell.verdict).short} {facts.share(cell)} {said}".strip()
-    content = _content(cell, notes.get((cell.verdict, said)))
+    style, said = verdict(cell.verdict).style, facts.remarks(cell)
+    shade = tint(cell.share) if verdict(cell.verdict).judged else None
+    label = f"{cell.row}, {cell.column}: {verdict(cell.verdict).short} {brief(cell)} {said}".strip()
+    content = _content(cell, notes.get((cell.verdict, facts.reason(cell))))
     link = tag("a", content, href=f"#c{i}", data_i=i, aria_label=label, title=said or None)
     return tag("td", link, class_=" ".join(filter(None, ("v-" + style, shade))))
+
+
+def read_against(panel: Panel, column: str) -> str:
+    """What a column's shares are of; blank for a plain engine that is itself the reference, and for one without any."""
+    found = {c.against for (_, name), (_, c) in panel.cells.items() if name == column and c.against}
+    return "" if found <= {column} else f"% of {' or '.join(sorted(found - {column}))}"
 
 
 def _notes(found: Mapping[Reason, list[Cell]]) -> Safe:
@@ -79,10 +89,13 @@ def _notes(found: Mapping[Reason, list[Cell]]) -> Safe:
 
 
 def panel_matrix(panel: Panel, view: View) -> Safe:
-    """One grid as a table of shares, in per cent of vanilla."""
+    """One grid as a table of shares, in per cent of the plain engine that stands above each column."""
     found = reasons(panel)
     notes = {reason: n for n, reason in enumerate(found, 1)}
-    heads = [tag("th", mark_svg(view.marks[c]), tag("span", c), scope="col") for c in panel.columns]
+    heads = [
+        tag("th", mark_svg(view.marks[c]), c, tag("span", read_against(panel, c), class_="of"), scope="col")
+        for c in panel.columns
+    ]
     body = [
         tag(
             "tr",
@@ -91,7 +104,7 @@ def panel_matrix(panel: Panel, view: View) -> Safe:
         )
         for row in panel.rows
     ]
-    head = tag("tr", tag("th", "% of vanilla", scope="col", class_="corner"), *heads)
+    head = tag("tr", tag("th", "", class_="corner"), *heads)
     table = tag("table", tag("thead", head), tag("tbody", *body), class_="matrix", data_rove=len(panel.columns))
     return tag("div", tag("div", table, class_="scroll"), _notes(found), class_="glance")
 

@@ -1,4 +1,5 @@
-"""Dots with whiskers: for every row one line a column, as share of vanilla, over the whole range and close to 100 %.
+"""Dots with whiskers: for every row one line a column, against vanilla over the whole range, and against its own
+plain engine close to 100 %, which is where a verdict is decided.
 
 Names and numbers are HTML, so they keep their size and can be selected; only the marks between them are SVG,
 whose inner part stretches with the page (`preserveAspectRatio="none"` and strokes that do not scale).
@@ -23,8 +24,18 @@ HEIGHT = 18
 MIDDLE = str(HEIGHT // 2)
 
 
+def of_vanilla(cell: Cell) -> float | None:
+    """The share of vanilla; vanilla itself stands at 100 %. In a grid without vanilla, the share that was judged."""
+    share = finite(cell.share_vanilla)
+    if share is None:
+        share = 1.0 if cell.verdict == "REFERENCE" and cell.against == cell.column else finite(cell.share)
+    return share
+
+
 def _shares(cells: Iterable[Cell]) -> list[object]:
-    return [s for c in cells for s in (c.share_vanilla, c.low, c.high, *c.process_shares)]
+    return [
+        s for c in cells for s in (of_vanilla(c), *((c.low, c.high, *c.process_shares) if c.against != "hf" else ()))
+    ]
 
 
 def _close(margin: float) -> Axis:
@@ -51,14 +62,14 @@ def _ground(scale: Axis, margin: float) -> list[Safe]:
     ]
 
 
-def _stretched(cell: Cell, scale: Axis, margin: float, hue: str) -> Safe:
-    """Everything that may stretch: the ground, whisker, interval, and one tick a process."""
+def _stretched(cell: Cell, scale: Axis, margin: float, hue: str, spread: bool) -> Safe:
+    """Everything that may stretch: the ground, and with `spread` the whisker, the interval and one tick a process."""
     parts = _ground(scale, margin)
-    each = [s for s in map(finite, cell.process_shares) if s is not None and s > 0]
+    each = [s for s in map(finite, cell.process_shares) if s is not None and s > 0] if spread else []
     if len(each) > 1:
         parts.append(_span(scale, min(each), max(each), f"whisker {hue}"))
     low, high = finite(cell.low), finite(cell.high)
-    if low is not None and high is not None and 0 < low <= high:
+    if spread and low is not None and high is not None and 0 < low <= high:
         parts.append(_span(scale, low, high, f"ci {hue}"))
     ticks = "".join(f"M{scale.at(s):g} 4V14" for s in each if scale.low <= s <= scale.high)
     if ticks:
@@ -66,19 +77,16 @@ def _stretched(cell: Cell, scale: Axis, margin: float, hue: str) -> Safe:
     return tag("svg", *parts, viewBox=f"0 0 1000 {HEIGHT}", preserveAspectRatio="none", width="100%", height=HEIGHT)
 
 
-def _drawn(cell: Cell, scale: Axis, view: View) -> Safe:
+def _drawn(cell: Cell, share: float | None, scale: Axis, view: View, spread: bool) -> Safe:
     """One plot of one line; an estimate beyond the axis is an arrow at its edge."""
-    own, share = view.marks[cell.column], finite(cell.share_vanilla)
-    over = Safe("")
+    own, over = view.marks[cell.column], Safe("")
     if share is not None and share > 0:
         x = scale.percent(share)
         if scale.low <= share <= scale.high:
             over = mark(own, x, MIDDLE)
         else:
             over = tag("use", href="#m-left" if share < 1 else "#m-right", x=x, y=MIDDLE, class_=f"edge {own.hue}")
-        if cell.verdict == "INVALID":
-            over = join([over, tag("use", href="#m-strike", x=x, y=MIDDLE, class_="strike")])
-    inner = _stretched(cell, scale, view.margin, own.hue)
+    inner = _stretched(cell, scale, cell.margin or view.margin, own.hue, spread)
     return tag("svg", inner, over, width="100%", height=HEIGHT, aria_hidden="true", class_="plot")
 
 
@@ -86,17 +94,26 @@ def _name(i: int, cell: Cell, view: View) -> Safe:
     return tag("a", mark_svg(view.marks[cell.column]), tag("span", cell.column), href=f"#c{i}", data_i=i)
 
 
+def _number(cell: Cell) -> Safe:
+    """The judged share and what it is of; the reference shows its value, which is what 100 % means."""
+    shown = facts.share(cell, unit="")
+    if not shown:
+        return tag("td", facts.with_unit(cell), class_="n", title=facts.why_blank(cell))
+    of = tag("span", f" of {cell.against}", class_="of") if cell.against not in ("vanilla", None) else ""
+    return tag("td", tag({"FASTER": "b", "SAME": "i"}.get(cell.verdict, "span"), shown), of, class_="n")
+
+
 def _line(i: int, cell: Cell, wide: Axis, near: Axis, view: View) -> list[Safe]:
-    """A column that has a number."""
-    sign, shown, bounds = verdict(cell.verdict), facts.share(cell, unit=""), facts.bounds(cell, unit="")
-    kind = {"FASTER": "b", "SAME": "i", "INVALID": "s"}.get(cell.verdict, "span")
-    why = facts.reason(cell)
+    """A column that has a share, or is the reference."""
+    sign, bounds, why = verdict(cell.verdict), facts.bounds(cell, unit=""), facts.remarks(cell)
+    reference = cell.verdict == "REFERENCE" and cell.against == cell.column
+    judged = 1.0 if reference else finite(cell.share)
     return [
         tag("th", _name(i, cell, view), scope="row", class_="col"),
-        tag("td", _drawn(cell, wide, view), class_="p"),
-        tag("td", _drawn(cell, near, view), class_="p near"),
-        tag("td", tag(kind, shown), class_="n"),
-        tag("td", tag("s", bounds) if bounds and kind == "s" else bounds, class_="n ci-text", title=None if bounds else facts.why_blank(cell)),
+        tag("td", _drawn(cell, of_vanilla(cell), wide, view, spread=cell.against != "hf"), class_="p"),
+        tag("td", _drawn(cell, judged, near, view, spread=True), class_="p near"),
+        _number(cell),
+        tag("td", bounds, class_="n ci-text", title=None if bounds else facts.why_blank(cell)),
         tag(
             "td",
             tag("span", sign.sign, class_="sign"),
@@ -118,7 +135,8 @@ def _blank(cells: Sequence[tuple[int, Cell]], view: View) -> list[Safe]:
         aria_hidden="true",
         class_="mark",
     )
-    names = join([_name(i, c, view) for i, c in cells], " ")
+    links = [_name(i, c, view) for i, c in cells]
+    names = join([tag("s", link) if sign.name == "INVALID" else link for link in links], " ")
     why = tag("span", f"{sign.short}: {facts.reason(cells[0][1])}", class_="why")
     return [tag("td", cross, names, " ", why, colspan=6, class_="blanks")]
 
@@ -129,7 +147,7 @@ def _group(row: str, panel: Panel, wide: Axis, near: Axis, view: View) -> Safe:
     lines: list[tuple[int | None, str, list[Safe]]] = []
     without: dict[tuple[str, str], list[tuple[int, Cell]]] = {}
     for i, cell in own:
-        if cell.verdict in facts.NO_NUMBER or finite(cell.share_vanilla) is None:
+        if cell.verdict in facts.NO_CLAIM or of_vanilla(cell) is None:
             without.setdefault((cell.verdict, facts.reason(cell)), []).append((i, cell))
         else:
             lines.append((i, verdict(cell.verdict).style, _line(i, cell, wide, near, view)))
@@ -149,16 +167,11 @@ def _group(row: str, panel: Panel, wide: Axis, near: Axis, view: View) -> Safe:
 
 def _scale(scale: Axis) -> Safe:
     """The ticks of an axis with their percentages."""
+    # Where the axis is narrow, labels that would touch "100" go.
+    crowded = {t: abs(scale.at(t) - scale.at(1)) < 170 for t in scale.ticks()}
+    style = {t: "base" if t == 1.0 else "crowded" if near else None for t, near in crowded.items()}
     labels = [
-        tag(
-            "text",
-            f"{100 * t:g}",
-            x=scale.percent(t),
-            y="11",
-            text_anchor="middle",
-            class_="base" if t == 1.0 else None,
-        )
-        for t in scale.ticks()
+        tag("text", f"{100 * t:g}", x=scale.percent(t), y="11", text_anchor="middle", class_=style[t]) for t in style
     ]
     return tag("svg", *labels, width="100%", height="14", aria_hidden="true", class_="axis")
 
@@ -169,9 +182,15 @@ def _table(panel: Panel, view: View) -> Safe:
         "tr",
         tag("th", "row", scope="col", class_="row"),
         tag("th", "column", scope="col", class_="col"),
-        tag("th", tag("span", "everything, log scale", class_="unit"), _scale(wide), scope="col", class_="p"),
-        tag("th", tag("span", "close to 100 %", class_="unit"), _scale(near), scope="col", class_="p near"),
-        tag("th", "% of vanilla", scope="col", class_="n"),
+        tag("th", tag("span", "of vanilla, log scale", class_="unit"), _scale(wide), scope="col", class_="p"),
+        tag(
+            "th",
+            tag("span", "of its own plain engine, near 100 %", class_="unit"),
+            _scale(near),
+            scope="col",
+            class_="p near",
+        ),
+        tag("th", "% of plain", scope="col", class_="n"),
         tag("th", "95 % interval", scope="col", class_="n ci-text"),
         tag("th", tag("span", "verdict", class_="word"), scope="col", class_="w"),
     )

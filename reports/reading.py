@@ -14,7 +14,7 @@ _LABELS = (
     (160, 172, 14, "start", "95 % interval"),
     (214, 204, 98, "middle", "estimate"),
     (128, 118, 98, "middle", "one tick a process"),
-    (330, 330, 14, "middle", "100 %: plain vLLM"),
+    (330, 330, 14, "middle", "100 %: plain engine"),
     (345, 352, 98, "start", "margin"),
 )
 
@@ -51,13 +51,15 @@ def reading(view: View) -> Safe:
         for v in VERDICTS
     ]
     share = (
-        "A share compares a column with vanilla inside one round, on the same row. Right is always faster, also for rows measured in "
-        "seconds. The evidence is the process, not the run. "
-        f"The margin is ±{100 * view.margin:g}{NARROW}%. Numbers show as many digits as their interval supports; the page carries all of them."
+        "A share compares a column with its own plain engine inside one round, on the same row: vLLM columns with "
+        "vanilla, those on transformers with hf. Right is always faster, also for rows measured in seconds. The "
+        f"evidence is the process, not the run. The margin is ±{100 * view.margin:g}{NARROW}%. Numbers show as many "
+        "digits as their interval supports; the page carries all of them."
     )
     marks = (
-        "Hue and shape say the library. A filled mark is a compiled engine, a hollow one eager; a dot in its centre means that the engine "
-        "is transformers. What is struck through failed validation."
+        "Hue and shape say the library. A filled mark is a compiled engine, a hollow one eager; a dot in its centre "
+        "means that the engine is transformers. Bold is faster, italic the same, ~ unclear. What is struck through "
+        "failed validation."
     )
     return tag(
         "details",

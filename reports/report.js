@@ -79,7 +79,7 @@
       if (["grid", "row", "column"].includes(labels[i]) || !td.textContent.trim()) return;
       list.append(element("dt", labels[i]), element("dd", td.textContent.trim()));
     });
-    if (cell.rounds_needed) list.append(element("dt", "rounds to settle"), element("dd", String(cell.rounds_needed)));
+    if (cell.rounds_needed && cell.verdict === "UNCLEAR") list.append(element("dt", "rounds to settle"), element("dd", String(cell.rounds_needed)));
     list.append(element("dt", "again"), element("dd", reproduce(cell)));
     card.replaceChildren(element("h4", `${cell.row} · ${cell.column}`), list);
     card.hidden = false;

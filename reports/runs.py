@@ -103,10 +103,8 @@ def _y(change: float, spread: float) -> float:
 
 def _frame(line: Timeline, spread: float, margin: float) -> list[Safe]:
     """Rounds shaded in turn, the cell's own median, the margin, and the ends of the scale."""
-    parts = [
-        tag("rect", x=_x(first, line), y=TOP, width=round(_x(first + n, line) - _x(first, line), 1), height=PLOT, class_="round")
-        for i, (first, n, _) in enumerate(line.rounds) if i % 2 == 0
-    ]  # fmt: skip
+    edges = [(_x(first, line), _x(first + n, line)) for first, n, _ in line.rounds]
+    parts = [tag("rect", x=a, y=TOP, width=round(b - a, 1), height=PLOT, class_="round") for a, b in edges[::2]]
     parts += [
         tag("text", name, x=_x(first + n / 2, line), y=HEIGHT - 2, text_anchor="middle", class_="label")
         for first, n, name in line.rounds
@@ -209,8 +207,9 @@ def runs(view: View) -> Safe:
         return tag("p", "No run in this store has a value.", class_="warn")
     lost = sum(speed(r, view.metric) is None for r in view.store.runs)
     note = [
-        f"Each mark is {'the mean of a process' if whole else 'one run'}, relative to the median of its own cell; up is faster. ",
-        "Shaded bands are rounds, the lines the margin; the strip below is the host probe, darker where the host was off its median. ",
+        f"Each mark is {'the mean of a process' if whole else 'one run'} against the median of its own cell; up is ",
+        "faster. Shaded bands are rounds, dashed lines the margin; the strip below is the host probe, darker where it ",
+        "was off its median. ",
         "A cross is a run that failed validation. " if any(not r.get("validated") for r in view.store.runs) else "",
         f"{plural(lost, 'run')} without a value not drawn. " if lost else "",
         "" if view.store.probes else "There was no host probe. ",

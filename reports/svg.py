@@ -81,7 +81,7 @@ _STEPS: tuple[tuple[float, ...], ...] = (
 
 
 def axis(shares: Iterable[object], floor: float = 0.02) -> Axis:
-    """An axis that holds every share above `floor`, 100 %, and air at both ends; what lies below is drawn at the edge."""
+    """An axis that holds 100 % and every share above `floor`, with air at both ends; what lies below is at the edge."""
     known = [s for s in map(finite, shares) if s is not None and s > 0]
     low, high = min([0.9, *known]), max([1.08, *known])
     pad = (high / max(low, floor)) ** 0.04

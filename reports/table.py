@@ -31,24 +31,32 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "% of vanilla",
         "share_vanilla",
-        lambda c: facts.share(c, ""),
-        "share of vanilla in the same round; more is faster",
+        lambda c: facts.side(c, "vanilla"),
+        "of vanilla in the same round; more is faster",
     ),
-    Field("95 % interval", "low", lambda c: facts.bounds(c, ""), "paired over rounds"),
-    Field("% of eager", "share_eager", lambda c: facts.side_share(c, c.share_eager), "share of vanilla-eager"),
-    Field("% of hf", "share_hf", lambda c: facts.side_share(c, c.share_hf), "share of plain transformers"),
+    Field("% of eager", "share_eager", lambda c: facts.side(c, "vanilla-eager"), "of vanilla-eager in the same round"),
+    Field("% of hf", "share_hf", lambda c: facts.side(c, "hf"), "of plain transformers in the same round"),
+    Field("95 % interval", "low", lambda c: facts.bounds(c, ""), "of the share that was judged, paired over rounds"),
+    Field(
+        "against",
+        "against",
+        lambda c: c.against or "" if c.runs else "",
+        "the plain engine that the verdict is about",
+        number=False,
+    ),
     Field("value", "value", facts.value, "geometric mean over processes, by the time that is judged"),
     Field("other", "value_other", facts.other, "the value by the time that is not judged"),
-    Field("unit", "unit", lambda c: c.unit or "", number=False),
-    Field("p", "p", lambda c: facts.p(c.p), "exact, over processes"),
+    Field("unit", "unit", lambda c: c.unit if facts.value(c) else "", number=False),
+    Field("p", "p", lambda c: facts.p(c.p), "over rounds; the test's name is on each number"),
     Field("adj. p", "p_adjusted", lambda c: facts.p(c.p_adjusted), "adjusted for the number of cells in the report"),
     Field("detects", "smallest_detectable", facts.smallest, "the smallest difference that this run could have seen"),
-    Field("n", "rounds", facts.evidence, "rounds × runs"),
+    Field("n", "rounds", facts.evidence, "rounds that count / runs over all processes"),
     Field(
         "activations", "validated", facts.validation, "compared with the reference in the same process", number=False
     ),
-    Field("reason", "reason", facts.reason, number=False),
+    Field("reason", "reason", facts.remarks, number=False),
 )
+JUDGED = {"vanilla": "share_vanilla", "vanilla-eager": "share_eager", "hf": "share_hf"}
 _OPTIONAL = ("share_hf", "share_eager", "p", "p_adjusted", "smallest_detectable", "value_other")
 
 
@@ -70,8 +78,16 @@ def _number(field: Field, cell: Cell) -> Safe:
         return tag("td", class_="blank", title=facts.why_blank(cell))
     if cell.verdict == "INVALID" and field.number and field.key != "rounds":
         return tag("td", tag("s", shown), class_="n")
-    weight = {"FASTER": "b", "SAME": "i"}.get(cell.verdict) if field.key == "share_vanilla" else None
-    return tag("td", tag(weight, shown) if weight else shown, class_="n" if field.number else None)
+    # The share that the verdict is about carries its weight.
+    weight = {"FASTER": "b", "SAME": "i"}.get(cell.verdict) if field.key == JUDGED.get(cell.against or "") else None
+    title = _tests(cell) if field.key == "p" else None
+    return tag("td", tag(weight, shown) if weight else shown, class_="n" if field.number else None, title=title)
+
+
+def _tests(cell: Cell) -> str:
+    """What p is, and what other tests would have said."""
+    others = (("exact sign flip", cell.p_exact), ("unpaired Mann-Whitney", cell.p_unpaired))
+    return "; ".join([cell.test or "test", *(f"{name} {facts.p(p)}" for name, p in others if p is not None)])
 
 
 def _line(i: int, cell: Cell, chosen: list[Field], view: View) -> Safe:

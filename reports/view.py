@@ -64,7 +64,8 @@ class View:
         return ", ".join(p.grid for p in self.panels) or str(self.grid.get("name") or "empty store")
 
 
-def _panels(cells: Sequence[Cell]) -> tuple[Panel, ...]:
+def arrange(cells: Sequence[Cell]) -> tuple[Panel, ...]:
+    """The cells by grid, each in the order in which they come."""
     found: list[Panel] = []
     for grid in dict.fromkeys(c.grid for c in cells):
         own = [(i, c) for i, c in enumerate(cells) if c.grid == grid]
@@ -84,7 +85,7 @@ def view(store: Store, cells: Sequence[Cell]) -> View:
     columns = tuple(dict.fromkeys(named))
     settings = {str(p["column"]): p["settings"] for p in store.processes if isinstance(p.get("settings"), Mapping)}
     failures = _some(store, "failures", "failed")
-    return View(store, cells, sessions, failures, _panels(cells), columns, marks(columns, settings))
+    return View(store, cells, sessions, failures, arrange(cells), columns, marks(columns, settings))
 
 
 def _some(store: Store, *names: str) -> tuple[Line, ...]:

@@ -70,7 +70,7 @@ def sentence(cells: Sequence[Cell]) -> str:
     rest, others = _listed(tally, False)
     parts = []
     if judged:
-        against = sorted({c.against for c in cells if verdict(c.verdict).judged and getattr(c, "against", None)})
+        against = sorted({c.against for c in cells if verdict(c.verdict).judged and c.against})
         beside = f" with {' or '.join(against)}" if against else ""
         parts.append(f"{judged} compared{beside} ({claims})")
     if rest:
