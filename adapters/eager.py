@@ -8,6 +8,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from adapters.interleave import Interleaver, Key, no_such_module
+from adapters.layouts import replaced
 from adapters.points import LOGITS_KEY, SAMPLED_KEY
 
 
@@ -33,9 +34,13 @@ class Hooks:
             if key in il.waiting:
                 visit(key, output)
 
-        def into(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        def into(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
             if key in il.waiting:
-                visit(key, (args, kwargs))
+                payload = [args, kwargs]
+                visit(key, payload)
+                if len(payload) > 2:
+                    return replaced(payload)
+            return None
 
         self._handles[key] = (
             module.register_forward_hook(out)

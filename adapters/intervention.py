@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from adapters.errors import PassedError, StaleWriteError, UnknownPointError, WriteError, at_user_line
+from adapters.layouts import Back, cut
 from adapters.points import AFTER, BEFORE, LOGITS_KEY, PER_LAYER, SAMPLED_KEY, Location
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Pass:
         request: the request's id.
     """
 
-    __slots__ = ("_edited", "_first", "_hub", "_il", "_index", "_key", "_loc", "_n", "_pair", "_payload", "_points",
+    __slots__ = ("_back", "_edited", "_first", "_hub", "_il", "_index", "_key", "_loc", "_n", "_payload", "_points",
                  "_positions", "_rank", "_rows", "_value", "_version", "fn", "is_prompt", "live", "order", "request", "state",
                  "step", "thread")  # fmt: skip
 
@@ -95,7 +96,7 @@ class Pass:
         self._positions: torch.Tensor | None = None
         self._value: Any = None
         self._loc: Location | None = None
-        self._pair: tuple[torch.Tensor | None, torch.Tensor] | None = None
+        self._back: Back | None = None
         self._edited: list[tuple[Location, torch.Tensor, int]] = []
 
     # ---- what the user calls
@@ -161,14 +162,14 @@ class Pass:
         self._key: tuple[str, str] | None = None
         self._rank = -1
         self._payload: Any = None
-        self._value = self._loc = self._pair = None
+        self._value = self._loc = self._back = None
         if self._edited:
             self._edited.clear()
 
     def _read(self, loc: Location) -> Any:
         if loc is self._loc:
             return self._value
-        if self._pair is not None:
+        if self._back is not None:
             self._settle()
         rank = loc.rank
         if rank >= 0:
@@ -198,62 +199,24 @@ class Pass:
         return value
 
     def _cut(self, loc: Location) -> Any:
-        payload, site = self._payload, loc.site
+        payload = self._payload
         if loc.key is LOGITS_KEY or loc.key is SAMPLED_KEY:
             return self._rows.sampled(payload, self._index)
-        if site.side == "in":
-            args, kwargs = payload
-            found = (
-                kwargs[site.arg]
-                if site.arg in kwargs
-                else args[site.index]
-                if len(args) > site.index
-                else next(iter(kwargs.values()))
-            )
-            second = (
-                args[site.index + 1] if site.form == "pair" and len(args) > site.index + 1 else kwargs.get("residual")
-            )
-        else:
-            found, second = payload, None
-            if not isinstance(payload, torch.Tensor):
-                if loc.rank < 0 and sum(isinstance(t, torch.Tensor) for t in payload) > 1:
-                    return tuple(self._rows.of(t, self._index) if isinstance(t, torch.Tensor) else t for t in payload)
-                found = payload[site.index]
-                second = payload[1] if site.form == "pair" else None
-        x = self._rows.of(found, self._index)
-        if site.form == "pair" and second is not None:
-            return self._copy(x, self._rows.of(second, self._index))
-        if loc.hi:
-            x = x[..., loc.lo : loc.hi]
-        if loc.head_dim:
-            x = x.view(*x.shape[:-1], -1, loc.head_dim)
-        return self._copy(None, x) if self._il.host.copies else x
-
-    def _copy(self, hidden: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-        """Hand out a copy (of a sum, where there is `hidden`) that `_settle` writes back if it was edited."""
-        self._pair = (hidden, rows)
-        if torch.is_inference_mode_enabled():
-            # Only an ordinary tensor counts its versions, which is how an edit in place is noticed.
-            with torch.inference_mode(False):
-                copy = rows.clone() if hidden is None else hidden + rows
-        else:
-            copy = rows.clone() if hidden is None else hidden + rows
-        self._version = copy._version
-        return copy
+        value, self._back = cut(loc, payload, self._rows, self._index, (self._first, self._n), self._il.host)
+        if self._back is not None:
+            self._version = value._version
+        return value
 
     def _settle(self) -> None:
-        """Write an edited copy back; a sum as (0, value), which the next norm adds up to exactly value."""
-        if self._pair is None:
+        """Write a copy back that was edited; one with a gradient always, so that the model computes with it."""
+        if self._back is None:
             return
-        copy = self._value
-        if copy._version != self._version:
-            hidden, rows = self._pair
-            rows.copy_(copy)
-            if hidden is not None:
-                hidden.zero_()
+        value = self._value
+        if value._version != self._version or value.requires_grad:
+            self._back(value)
         assert self._loc is not None
-        self._edited.append((self._loc, copy, copy._version))
-        self._pair = None
+        self._edited.append((self._loc, value, value._version))
+        self._back = None
 
     def _write(self, loc: Location, value: torch.Tensor) -> None:
         current = self._read(loc)
@@ -268,7 +231,7 @@ class Pass:
 
     def _finish(self) -> None:
         """The function has returned: write back what is open, and refuse edits that came too late."""
-        if self._pair is not None:
+        if self._back is not None:
             self._settle()
         for loc, total, version in self._edited:
             if total._version != version:

@@ -62,8 +62,9 @@ class WorkerHost:
         return parameter
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self.model.get_submodule(self.points.sites["final_norm"].path)(x)
-        return normed
+        # Some families' norms always hand a residual back as well.
+        normed = self.model.get_submodule(self.points.at("final_norm").key[0])(x)
+        return normed if isinstance(normed, torch.Tensor) else normed[0]
 
     def unembed(self, x: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = type(self.model).compute_logits(self.model, self.norm(x))
