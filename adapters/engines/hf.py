@@ -12,6 +12,7 @@ import torch
 from adapters.eager import Hooks
 from adapters.errors import LoadError
 from adapters.interleave import Interleaver, Job, Key, Live
+from adapters.layouts import finished
 from adapters.points import LOGITS_KEY, SAMPLED_KEY, Location, Points, dimensions, family_of
 from adapters.rows import Batch
 from adapters.runtime import Ask, Output
@@ -57,13 +58,12 @@ class HFEngine:
         return parameter
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self.model.get_submodule(self.points.sites["final_norm"].path)(x)
+        normed: torch.Tensor = self.model.get_submodule(self.points.at("final_norm").key[0])(x)
         return normed
 
     def unembed(self, x: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.model.get_output_embeddings()(self.norm(x))
-        cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
-        return torch.tanh(logits / cap) * cap if cap else logits
+        return finished(logits, self.points.family.head, self.model.config.get_text_config())
 
     # ---- generation
 
