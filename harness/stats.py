@@ -24,7 +24,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats as law
+from scipy import special
+from scipy.stats import rankdata
 
 Array = npt.NDArray[np.float64]
 Values = Sequence[float] | Array
@@ -71,7 +72,7 @@ def mann_whitney(a: Values, b: Values) -> float:
         x, y = y, x
     if len(x) + len(y) > _MOST_POOLED:
         raise ValueError(f"{len(x)} and {len(y)} values: the exact law is counted up to {_MOST_POOLED} in all")
-    ranks = np.rint(2 * law.rankdata(np.concatenate([x, y]))).astype(int)
+    ranks = np.rint(2 * rankdata(np.concatenate([x, y]))).astype(int)
     n, seen = len(x), int(ranks[: len(x)].sum())
     top = int(np.sort(ranks)[-n:].sum())
     ways = np.zeros((n + 1, top + 1))  # [how many chosen, their rank sum]
@@ -116,7 +117,7 @@ def paired_interval(differences: Values, level: float = 0.95) -> Interval:
     """
     d = _checked("differences", differences, least=2)
     mean, se = float(d.mean()), float(d.std(ddof=1)) / math.sqrt(len(d))
-    half = float(law.t.ppf((1 + level) / 2, len(d) - 1)) * se
+    half = float(special.stdtrit(len(d) - 1, (1 + level) / 2)) * se
     return Interval(mean, mean - half, mean + half, level)
 
 
@@ -159,7 +160,7 @@ def equivalence(estimate: float, se: float, df: float, margin: float) -> float:
     room = margin - abs(estimate)
     if se == 0:
         return 0.0 if room > 0 else 1.0
-    return float(law.t.sf(room / se, df))
+    return float(special.stdtr(df, -room / se))
 
 
 def _adjusted(ps: Ps, rule: Any) -> list[float | None]:

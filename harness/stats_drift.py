@@ -8,8 +8,8 @@ Verbyla 1997, in one dimension). For one row, over all columns that ran it:
 
 The drift is an autoregressive process over slots. Its strength and range, and the rounds' share, are chosen from a
 short fixed list by restricted likelihood, columns are estimated by generalized least squares, and the error of a
-difference is a heteroscedasticity-robust one (HC3, with Bell-McCaffrey degrees of freedom): a noisy column does not lend
-its noise to a quiet one, nor the reverse. With two columns there is nothing to learn the drift from, and it is the
+difference is a heteroscedasticity-robust one (HC3, with Bell-McCaffrey degrees of freedom): a noisy column does not
+lend its noise to a quiet one, nor the reverse. With two columns there is nothing to learn the drift from, and it is the
 paired t test.
 
 Why not the exact sign flip alone: with 6 rounds its least p is .031, reached only if all six agree, so a true 5 % under
@@ -28,8 +28,8 @@ over 4 rows and the 3 % margin included, 3000 sessions each (standard error .008
     6, the others are null          .00       .37     .63          .80       .83     .96
 
 One cell's error at p < .05 is .035 to .046 on that host (.03 to .05 on a quiet one, one that steps or shifts by round,
-or with heavy tails), and up to .068 where plain itself is the one noisy column; the chance of any p_adjusted < .05 in an
-A/A session is .017 to .047 over all of these, with the margin .008 to .024.
+or with heavy tails), and up to .068 where plain itself is the one noisy column; the chance of any p_adjusted < .05 in
+an A/A session is .017 to .047 over all of these, with the margin .008 to .024.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats as law
+from scipy import special
 
 from harness.stats import Array, Interval, equivalence
 
@@ -65,10 +65,10 @@ class Contrast:
         """Two-sided p of "no difference"."""
         if self.se == 0:
             return 1.0 if self.estimate == 0 else 0.0
-        return float(2 * law.t.sf(abs(self.estimate) / self.se, self.df))
+        return float(2 * special.stdtr(self.df, -abs(self.estimate) / self.se))
 
     def interval(self, level: float = 0.95) -> Interval:
-        half = float(law.t.ppf((1 + level) / 2, self.df)) * self.se
+        half = float(special.stdtrit(self.df, (1 + level) / 2)) * self.se
         return Interval(self.estimate, self.estimate - half, self.estimate + half, level)
 
     def equivalence(self, margin: float) -> float:
@@ -78,7 +78,7 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Design:
-    """Where the processes stood: one entry a process, in any order. Columns of fewer than three are left to `paired`."""
+    """Where the processes stood: one entry a process, in any order."""
 
     columns: tuple[Hashable, ...]
     rounds: tuple[int, ...]
@@ -134,6 +134,10 @@ class Fit:
                 best = score, model, white, rest
         assert best is not None
         _, self._model, self._white, self._rest = best
+
+    @property
+    def columns(self) -> tuple[Hashable, ...]:
+        return tuple(self._names)
 
     def contrast(self, a: Hashable, b: Hashable) -> Contrast:
         """Column a less column b."""
