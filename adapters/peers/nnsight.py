@@ -179,7 +179,7 @@ class NNsightEager:
             return None
         if self._family is None:
             return Refusal("model", f"this column knows no module names of the family {self._model_type!r}")
-        points = _points_of(work)
+        points = points_of(work)
         unknown = [p for p in points if p.partition(".")[0] not in ("resid_post", "z", "logits")]
         if unknown:
             return Refusal("not-expressible", f"this column translates resid_post, z and logits, not {unknown[0]}")
@@ -283,10 +283,10 @@ class NNsightEager:
         return Outcome(tuple(output.outputs[0].token_ids), values)
 
 
-def _points_of(work: Work) -> tuple[str, ...]:
+def points_of(work: Work) -> tuple[str, ...]:
     """Every point that a work names.
 
-    >>> _points_of(Lens("resid_post.3"))
+    >>> points_of(Lens("resid_post.3"))
     ('resid_post.3',)
     """
     own = (work.point,) if isinstance(work, Steer | Lens | Probe | Gradient) else ()
