@@ -80,7 +80,7 @@ def ask_vllm() -> list[str]:
 
 def pip(args: Sequence[str]) -> None:
     print("pip install", *args[:6], *([f"... ({len(args)} in all)"] if len(args) > 6 else []), flush=True)
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *args], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-warn-conflicts", *args], check=True)
 
 
 def inputs_hash() -> str:
