@@ -57,7 +57,7 @@ def import_file(file: Path, folder: Path) -> list[Path]:
         raise UsageError(f"cannot read {file}: {error.strerror}") from error
     try:
         stores = list(_published(text) if file.suffix == ".jsonl" else _pytest_benchmark(json.loads(text), file))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"{file} is neither pytest-benchmark's JSON nor published cells (.jsonl): {type(error).__name__}: {error}"
         ) from error

@@ -267,13 +267,11 @@ def asdict(store: Store) -> dict[str, list[Line]]:
 
 
 def write(path: Path, lines: Iterable[Line]) -> Path:
-    """A store made of ready lines (imports and tests). Refuses to touch an existing file."""
+    """A store made of ready lines (imports and tests), all of it or none. Refuses to touch an existing file."""
     if path.exists():
         raise StoreError(f"{path} exists; a store is never rewritten")
-    writer = Writer(path)
-    try:
-        for line in lines:
-            writer.append(**dict(line))
-    finally:
-        writer.close()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(f".{os.getpid()}")
+    scratch.write_bytes(b"".join(dump(line) for line in lines))
+    scratch.replace(path)
     return path

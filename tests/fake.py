@@ -60,7 +60,8 @@ def model_folder(path: Path) -> Path:
         "num_attention_heads": HEADS,
         "vocab_size": VOCAB,
     }
-    (path / "config.json").write_text(json.dumps(config))
+    if not (path / "config.json").exists():  # its time is part of the key of a session
+        (path / "config.json").write_text(json.dumps(config))
     return path
 
 

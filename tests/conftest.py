@@ -1,0 +1,62 @@
+"""Fixtures that need no model: a working directory of one's own, and sessions of the simulated engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.progress import Quiet
+from harness.store import Store
+from tests import fake
+
+pytest_plugins = "pytester"
+
+
+class Heard(Quiet):
+    """A progress that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.places: list[str] = []
+
+    def at(self, where: str, left: float) -> None:
+        assert left >= 0
+        self.places.append(where)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture
+def measure(here: Path, monkeypatch: pytest.MonkeyPatch, heard: Heard) -> Callable[..., Store]:
+    """Run a session of the simulated engine in a temporary folder and read its store.
+
+    Keyword arguments: `columns`, `rows`, `limit`, `top` of the grid file; `plant` by column; `cells`; else Options.
+    """
+    from harness.run import Options, choose, execute, prepare
+    from harness.store import read
+
+    def run(plant: dict[str, Any] | None = None, cells: Any = None, timed: bool = True, **given: Any) -> Store:
+        grid = {k: given.pop(k) for k in ("columns", "rows", "limit", "top") if k in given}
+        path = fake.grid_file(here, **grid)
+        monkeypatch.setenv(fake.VARIABLE, json.dumps(plant or {}))
+        options = Options(str(path), **({"rounds": 1, "runs": 1} | given))
+        return read(execute(prepare(choose(options), cells, timed=timed), heard))
+
+    return run

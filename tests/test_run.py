@@ -1,0 +1,370 @@
+"""Sessions: balanced, resumable, and at most one cell lost to anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.fingerprint import ROOT
+from harness.grid import UsageError
+from harness.run import Options, choose, execute, prepare
+from harness.session import done_in, half_done
+from harness.store import Store, read, write
+from tests import fake
+
+Measure = Callable[..., Store]
+ROWS = ("generate", "capture-1", "steer")
+
+
+def measured(store: Store) -> dict[tuple[str, str], int]:
+    """(row, column) -> runs that count."""
+    found: dict[tuple[str, str], int] = {}
+    for r in store.runs:
+        found[r["row"], r["column"]] = found.get((r["row"], r["column"]), 0) + 1
+    return found
+
+
+def test_a_session_from_beginning_to_end(measure: Measure, heard: Any) -> None:
+    store = measure(rounds=2, runs=2)
+    session = store.session
+    assert session["schema"] == "1.0"
+    assert session["plan"] == [["vanilla", "fake-a", "fake-b"], ["fake-b", "fake-a", "vanilla"]]
+    assert [(p["round"], p["order"], p["column"]) for p in store.processes] == [
+        (r, o, c) for r, columns in enumerate(session["plan"]) for o, c in enumerate(columns)
+    ]
+    assert measured(store) == {(r, c): 4 for r in ROWS for c in ("fake-a", "fake-b")} | {("generate", "vanilla"): 4}
+    assert {(r["row"], r["code"]) for r in store.refusals} == {("capture-1", "not-plain"), ("steer", "not-plain")}
+    assert [p["round"] for p in store.probes] == [0, 1]
+    assert all(p["cpu_seconds"] > 0 for p in store.probes)
+    assert [e["clean"] for e in store.process_ends] == [True] * 6
+    assert store.finished
+    assert not store.failed
+    assert heard.places[0].startswith("round 1/2  vanilla")
+    fingerprint = session["fingerprint"]
+    assert fingerprint["cores"] >= 1
+    assert {"git_commit", "git_dirty", "kernel", "packages"} <= set(fingerprint)
+    assert store.processes[0]["env"]["OMP_NUM_THREADS"] == "1"
+    assert session["grid"]["settings"]["threads"] == 1
+    assert len({p["process"] for p in store.processes}) == 6
+
+
+def test_processes_follow_each_other_and_never_overlap(measure: Measure) -> None:
+    ends = [(e["process"], e["wall_seconds"]) for e in measure(rounds=2, rows=("generate",)).process_ends]
+    assert len(ends) == 6  # each began after the one before was gone: `execute` is sequential, and kill waits
+
+
+@pytest.mark.parametrize(("how", "said"), [("crash", "SIGKILL"), ("raise", "planted error"), ("hang", "hung")])
+def test_a_row_that_kills_its_worker_costs_itself_and_nothing_else(
+    measure: Measure, heard: Any, how: str, said: str
+) -> None:
+    plant = {"fake-a": {how: "capture-1"}}
+    store = measure(plant, columns=("fake-a", "fake-b"), limit=5 if how != "hang" else 2)
+    others = {(r, c) for r in ROWS for c in ("fake-a", "fake-b")} - {("capture-1", "fake-a")}
+    assert measured(store) == dict.fromkeys(others, 1)
+    (failed,) = store.failed
+    assert (failed["row"], failed["column"], failed["round"]) == ("capture-1", "fake-a", 0)
+    assert said in failed["reason"]
+    assert Path(failed["stderr"]).exists()
+    assert failed["stderr"] in " ".join(heard.said)
+    assert [p["process"] for p in store.processes if p["column"] == "fake-a"] == ["r0-0-fake-a-0", "r0-0-fake-a-1"]
+    assert store.finished
+
+
+def test_a_boot_that_fails_costs_the_column_its_round_and_is_given_up_after_two(measure: Measure) -> None:
+    store = measure({"fake-a": {"raise": "boot"}}, columns=("fake-a", "fake-b"), rows=("generate",), rounds=3)
+    assert measured(store) == {("generate", "fake-b"): 3}
+    assert [f["round"] for f in store.failed] == [0, 1, 2]
+    assert store.failed[0]["row"] is None
+    assert "boot: RuntimeError: planted error in boot" in store.failed[0]["reason"]
+    assert "not tried again: it failed in the 2 rounds before" in store.failed[2]["reason"]
+    assert store.failed[2]["process"] is None
+
+
+def test_a_column_without_its_library_is_asked_once(measure: Measure) -> None:
+    plant = {"fake-a": {"missing": "pip install it"}}
+    store = measure(plant, columns=("fake-a", "fake-b"), rows=("generate",), rounds=2)
+    assert [(r["round"], r["code"], r["reason"]) for r in store.refusals] == [
+        (0, "no-library", "pip install it"),
+        (1, "no-library", "pip install it"),
+    ]
+    assert [p["column"] for p in store.processes] == ["fake-b"] * 2
+    assert not store.failed
+
+
+def test_values_shifted_by_one_token_make_a_column_invalid(measure: Measure) -> None:
+    from harness.judge import judge
+
+    cells = judge(measure({"fake-a": {"wrong": "shift"}}, runs=2))
+    verdicts = {(c.row, c.column): c.verdict for c in cells}
+    assert {v for (_, c), v in verdicts.items() if c == "fake-a"} == {"INVALID"}
+    assert "INVALID" not in {v for (_, c), v in verdicts.items() if c != "fake-a"}
+
+
+def test_unselected_cells_are_refused_by_name_and_not_measured(measure: Measure) -> None:
+    store = measure(cells=[("generate", "vanilla"), ("steer", "fake-a")])
+    assert measured(store) == {("generate", "vanilla"): 1, ("steer", "fake-a"): 1}
+    left = [r for r in store.refusals if r["code"] == "not-selected"]
+    assert len(left) == 7
+    assert {p["column"] for p in store.processes} == {"vanilla", "fake-a"}
+
+
+def test_a_validation_session_checks_and_times_nothing(measure: Measure, here: Path) -> None:
+    store = measure({"fake-b": {"refuse": ["Steer"]}}, timed=False)
+    assert not store.runs
+    assert {v["column"] for v in store.validations} == {"fake-a", "fake-b"}
+    assert ("fake-b", "steer") in {(r["column"], r["row"]) for r in store.refusals}
+    assert store.path.parent.parent == here / ".tapgrid" / "validations"
+    assert store.finished
+
+
+def test_a_budget_plans_again_once_it_knows_what_a_round_costs(measure: Measure, heard: Any) -> None:
+    tier = "[tiers.little]\nbudget_minutes = 1.0\nruns = 1\nmax_rounds = 3"
+    store = measure(tier="little", rounds=None, runs=None, columns=("fake-a",), rows=("generate",), top=tier)
+    assert len(store.session["plan"]) == 1  # the estimate of a boot fills most of the minute
+    assert len(store.plan) == 3
+    assert {p["round"] for p in store.processes} == {0, 1, 2}
+    assert any("re-planned: 3 of at most 3 rounds" in s for s in heard.said)
+    assert store.plans[-1]["reason"] in " ".join(heard.said)
+
+
+def test_the_same_command_begins_anew_when_the_session_was_finished(measure: Measure) -> None:
+    first, second = (measure(columns=("fake-a",), rows=("generate",)) for _ in range(2))
+    assert first.path != second.path
+    assert first.session["key"] == second.session["key"]
+    assert second.path.parent.name == first.path.parent.name + "-2"
+
+
+def test_the_key_is_of_all_settings(here: Path) -> None:
+    def key(rows: tuple[str, ...] = ("generate",), top: str = "", **options: Any) -> str:
+        path = fake.grid_file(here, rows=rows, top=top)
+        session = prepare(choose(Options(str(path), fresh=True, **({"rounds": 1} | options))))
+        session.writer.close()
+        return str(session.line["key"])
+
+    keys = [
+        key(),
+        key(rounds=2),
+        key(runs=1),
+        key(rows=("generate", "steer")),
+        key(columns="fake-a"),
+        key(top="seed = 3"),
+        key(tier="standard"),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert key() == keys[0]
+    assert key(top="margin = 0.1") == keys[0]  # read by the judge alone: it may change between two halves
+    (here / "model" / "weights.safetensors").write_text("other")
+    assert key() != keys[0]
+
+
+def test_a_store_path_that_is_taken_is_not_touched(measure: Measure, here: Path) -> None:
+    store = measure(columns=("fake-a",), rows=("generate",), store="out/mine.jsonl")
+    assert store.path == Path("out/mine.jsonl")
+    before = store.path.read_bytes()
+    with pytest.raises(UsageError, match="is a finished session, and a store is never rewritten"):
+        measure(columns=("fake-a",), rows=("generate",), store="out/mine.jsonl")
+    with pytest.raises(UsageError, match=r"other settings|finished"):
+        measure(columns=("fake-a",), rows=("steer",), store="out/mine.jsonl")
+    assert store.path.read_bytes() == before
+    inside = measure(columns=("fake-a",), rows=("generate",), store="folder")
+    assert inside.path.parent.parent == Path("folder")
+
+
+def test_two_sessions_do_not_run_at_once(measure: Measure, here: Path) -> None:
+    import fcntl
+
+    (here / ".tapgrid").mkdir()
+    with (here / ".tapgrid" / "running").open("w") as f:
+        f.write("4711")
+        f.flush()
+        fcntl.flock(f, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match=r"another session is running from .* .process 4711"):
+            measure(columns=("fake-a",), rows=("generate",))
+    assert measure(columns=("fake-a",), rows=("generate",)).finished
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"columns": "fake-z"}, "no column 'fake-z'; did you mean"),
+        ({"rows": "ster"}, "no row 'ster'; did you mean 'steer'"),
+        ({"tier": "quik"}, "no tier 'quik'; did you mean 'quick'"),
+        ({"rounds": 0}, "rounds must be more than 0"),
+    ],
+)
+def test_names_that_do_not_exist(here: Path, options: dict[str, Any], said: str) -> None:
+    path = fake.grid_file(here)
+    with pytest.raises(UsageError, match=said):
+        choose(Options(str(path), **options))
+
+
+def test_a_model_or_a_layer_that_does_not_exist_is_said_before_anything_boots(here: Path) -> None:
+    path = fake.grid_file(here)
+    good = path.read_text()
+    path.write_text(re.sub(r"model = .*", 'model = "smollm3"', good, count=1))
+    with pytest.raises(UsageError, match="did you mean 'smollm2'"):
+        prepare(choose(Options(str(path))))
+    path.write_text(good.replace("[rows.steer]", "[rows.steer]\nlayer = 9"))
+    with pytest.raises(UsageError, match="row steer: layer = 9, but the model has layers 0 to 3"):
+        prepare(choose(Options(str(path))))
+    assert not (here / ".tapgrid").exists()
+
+
+# What survives the death of the parent
+
+
+def command(path: Path, *more: str) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "harness.cli",
+        "run",
+        str(path),
+        "--rounds",
+        "1",
+        "--runs",
+        "2",
+        "--report",
+        "",
+        *more,
+    ]
+
+
+def begin(path: Path, plant: dict[str, Any], *more: str) -> subprocess.Popen[str]:
+    env = os.environ | fake.planted(**plant) | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command(path, *more), env=env, cwd=path.parent, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def wait_for(folder: Path, text: str) -> Path:
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        for path in folder.glob(".tapgrid/*/store.jsonl"):
+            if text in path.read_text():
+                return path
+        time.sleep(0.05)
+    raise AssertionError(f"no {text} in a store within 30 s")
+
+
+def in_hang(folder: Path, *more: str) -> tuple[subprocess.Popen[str], Path]:
+    """A session of fake-a and fake-b, in the middle of fake-b's steer."""
+    path = fake.grid_file(folder, columns=("fake-a", "fake-b"), limit=60)
+    process = begin(path, {"fake-b": {"hang": "steer"}}, *more)
+    return process, wait_for(folder, '"column": "fake-b", "row": "capture-1", "run": 1')
+
+
+def resume(folder: Path, store: Path) -> Store:
+    """Give the same command again, now without the hang."""
+    before = store.read_bytes()
+    process = begin(folder / "fake.toml", {})
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert "going on with fake" in said
+    assert store.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
+    assert len(list(folder.glob(".tapgrid/*/store.jsonl"))) == 1
+    return read(store)
+
+
+def all_measured_once(store: Store) -> bool:
+    return measured(store) == {(r, c): 2 for r in ROWS for c in ("fake-a", "fake-b")} and store.finished
+
+
+def test_ctrl_c_loses_the_running_cell_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    process, path = in_hang(tmp_path)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "interrupted in round 1, fake-b, steer" in said
+    assert "give the same command again" in said
+    lost = read(path)
+    assert [(f["row"], f["column"], f["retry"]) for f in lost.failed] == [("steer", "fake-b", True)]
+    assert len(measured(lost)) == 5
+    assert not lost.finished
+    store = resume(tmp_path, path)
+    assert all_measured_once(store)
+    assert [p["process"] for p in store.processes] == ["r0-0-fake-a-0", "r0-1-fake-b-0", "r0-1-fake-b-1"]
+
+
+def test_a_parent_that_is_killed_loses_the_running_cell_and_its_engine_with_it(tmp_path: Path) -> None:
+    process, path = in_hang(tmp_path)
+    worker = int(re.findall(r"\d+", subprocess.check_output(["pgrep", "-P", str(process.pid)], text=True))[0])
+    process.kill()
+    process.communicate()
+    with path.open("ab") as f:
+        f.write(b'{"kind": "run", "torn')  # a kill in the middle of a line
+    with pytest.warns(UserWarning, match="torn off"):
+        assert len(measured(read(path))) == 5
+    until = time.monotonic() + 10
+    while Path(f"/proc/{worker}").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{worker}").exists()
+    assert all_measured_once(resume(tmp_path, path))
+
+
+def test_a_full_disk_ends_the_session_with_a_sentence_and_it_resumes(tmp_path: Path) -> None:
+    path = fake.grid_file(tmp_path, columns=("fake-a", "fake-b"))
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    # A limit on the size of a file, in blocks of 1024 bytes, stands in for the end of the disk.
+    line = "ulimit -f 14; exec " + " ".join(f"'{a}'" for a in command(path))
+    done = subprocess.run(["bash", "-c", line], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    assert "cannot write to" in done.stderr
+    assert "make room and give the same command again" in done.stderr
+    store = next(tmp_path.glob(".tapgrid/*/store.jsonl"))
+    assert not read(store).finished
+    kept = len(read(store).runs)
+    after = resume(tmp_path, store)
+    assert all_measured_once(after)
+    assert kept - len([r for r in after.runs if r["process"].endswith("-0")]) <= 2  # one cell of two runs at most
+
+
+def test_a_half_measured_cell_is_named_and_measured_again(tmp_path: Path) -> None:
+    line = {"session": "s", "round": 0, "column": "a", "process": "p"}
+    store = read(
+        write(
+            tmp_path / "s.jsonl",
+            [
+                {
+                    "kind": "session",
+                    "schema": "1.0",
+                    "session": "s",
+                    "runs": 2,
+                    "rows": ["x", "y", "z"],
+                    "plan": [["a"]],
+                },
+                *({"kind": "run", **line, "row": row, "run": run} for row, run in (("x", 0), ("x", 1), ("y", 0))),
+                {"kind": "refusal", **line, "row": "z", "code": "c", "reason": ""},
+            ],
+        )
+    )
+    (lost,) = half_done(store)
+    assert (lost["row"], lost["process"], lost["reason"]) == ("y", "p", "interrupted after 1 of 2 runs")
+    assert done_in(store) == {(0, "x", "a"), (0, "y", "a"), (0, "z", "a")}
+    assert lost["retry"]
+
+
+def test_every_line_of_a_session_is_strict_json(measure: Measure) -> None:
+    store = measure({"fake-a": {"nan_setting": True, "crash": "steer"}}, columns=("fake-a",))
+    for line in store.path.read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} in the store"))
+
+
+def test_execute_returns_the_path_of_a_resumed_and_complete_plan(here: Path, heard: Any) -> None:
+    path = fake.grid_file(here, columns=("fake-a",), rows=("generate",))
+    session = prepare(choose(Options(str(path), rounds=1, runs=1)))
+    session.writer.close()
+    again = prepare(choose(Options(str(path), rounds=1, runs=1)))
+    assert again.before is not None
+    assert execute(again, heard) == session.path
+    assert read(session.path).finished
