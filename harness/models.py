@@ -91,7 +91,7 @@ synthetic:<family>, a local folder, or a hub id (owner/name)
     if name.startswith(TWIN_PREFIX):
         return _twin(name.removeprefix(TWIN_PREFIX))
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return _checked_folder(path)
     if HUB_ID.fullmatch(name):
         return _from_hub(name)
