@@ -27,7 +27,9 @@ def reference(model: Path, tokens: Sequence[int], work: Work, points: Sequence[s
     if isinstance(work, Steer):
         vector = torch.from_numpy(work.vector)
         where = layers[int(work.point.split(".")[1])]
-        where.register_forward_hook(lambda m, a, out: out + vector if out is hidden(out) else (out[0] + vector, *out[1:]))
+        where.register_forward_hook(
+            lambda m, a, out: (out[0] + vector, *out[1:]) if out is not hidden(out) else out + vector
+        )
     if isinstance(work, AblateHead):
         columns = slice(work.head * size, (work.head + 1) * size)
 
