@@ -17,7 +17,7 @@ from harness import plan
 from harness.finish import finish, table_of, write_reports
 from harness.grid import UsageError
 from harness.models import EMBEDDED
-from harness.session import Choice, choose, costs_key, folder_of, plan_for
+from harness.session import Choice, choose, costs_key, folder_of, plan_for, twinned
 from harness.store import find, home, read, stores
 from harness.workloads import KINDS
 
@@ -164,12 +164,7 @@ def gate_(args: Namespace) -> int:
 def aa_(args: Namespace) -> int:
     from harness import aa
 
-    choice = choose(words.options(args.grid, vars(args)))
-    known = choice.grid.known_columns()
-    twins = {f"{c}~b": known[c].target for c in choice.columns}
-    grid = dataclasses.replace(choice.grid, adapters={**choice.grid.adapters, **twins})
-    columns = tuple(x for c in choice.columns for x in (c, f"{c}~b"))
-    path = _execute(dataclasses.replace(choice, grid=grid, columns=columns))
+    path = _execute(twinned(choose(words.options(args.grid, vars(args)))))
     return aa.report(path, args)
 
 

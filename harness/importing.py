@@ -71,20 +71,21 @@ def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
 
 
-def _row(name: str) -> Line:
-    kind = KINDS.get(name)
-    return {"name": name, "unit": kind.unit if kind else "s", "plain": kind.plain if kind else None}
-
-
 def _session(name: str, model: str, metric: str, rows: list[str], columns: list[str], runs: int, **more: Any) -> Line:
     grid = {
         "name": name, "model": model, "columns": columns, "metric": metric, "margin": 0.03, "alpha": 0.05,
-        "rows": {r: _row(r) for r in rows},
+        "rows": {},  # what was asked of each row is not known
     }  # fmt: skip
     return {
         "kind": "session", "session": f"imported-{_slug(name)}", "schema": SCHEMA, "grid": grid, "tier": "imported",
         "rounds": 1, "runs": runs, "columns": columns, "rows": rows, "plan": [columns], "key": "", **more,
     }  # fmt: skip
+
+
+def _processes(session: Line) -> list[Line]:
+    """A process a column: what judges and reports hang runs on. Nothing is known of it but its name."""
+    at = {"kind": "process", "session": session["session"], "round": 0, "settings": {}, "env": {}, "packages": {}}
+    return [{**at, "process": f"r0-0-{c}-0", "order": i, "column": c} for i, c in enumerate(session["columns"])]
 
 
 def _run(session: Line, row: str, column: str, run: int, value: float, unit: str, metric: str, reason: str) -> Line:
@@ -116,7 +117,7 @@ def _published(text: str) -> Iterator[tuple[str, list[Line]]]:
         session = _session(
             name, name.partition(",")[0], "wall", rows, columns, 1, started="", fingerprint={}, imported=PUBLISHED
         )
-        yield f"published-{_slug(name)}", [session, *(_published_cell(session, c) for c in cells)]
+        yield f"published-{_slug(name)}", [session, *_processes(session), *(_published_cell(session, c) for c in cells)]
 
 
 def _published_cell(session: Line, cell: Mapping[str, Any]) -> Line:
@@ -154,4 +155,4 @@ def _pytest_benchmark(data: Mapping[str, Any], file: Path) -> Iterator[tuple[str
     lines = [
         _run(session, r, c, i, v, "s", "wall", UNVALIDATED) for r, c, values in found for i, v in enumerate(values)
     ]
-    yield f"imported-{_slug(file.stem)}", [session, *lines]
+    yield f"imported-{_slug(file.stem)}", [session, *_processes(session), *lines]

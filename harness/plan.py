@@ -55,6 +55,18 @@ def rounds_of(columns: Sequence[str], rounds: int) -> list[list[str]]:
     return [[columns[i] for i in orders[r % len(orders)]] for r in range(rounds)]
 
 
+TWIN = "~b"  # in a plan, the second arm of a column that is measured against itself
+
+
+def column_of(slot: str) -> str:
+    """The column that a place in a plan measures.
+
+    >>> column_of("vanilla-eager~b")
+    'vanilla-eager'
+    """
+    return slot.removesuffix(TWIN)
+
+
 @dataclass(frozen=True)
 class Costs:
     """Wall seconds that things take: measured where they were, else estimates from a row's shape.
@@ -68,11 +80,13 @@ class Costs:
 
     def of_boot(self, column: str) -> float:
         """Everything that a column pays once a round: boot, text, validation, close."""
+        column = column_of(column)
         boot = self.boot.get(column, _BOOT.get(column, _BOOT_OTHER))
         return boot + self.validate.get(column, 3.0 if column in PLAIN_COLUMNS else _VALIDATE) + _CLOSE
 
     def of_row(self, column: str, row: Row, runs: int) -> float:
         """All runs of one cell and its warm-up."""
+        column = column_of(column)
         measured = self.rows.get(column, {}).get(row.name)
         if measured is None and column in PLAIN_COLUMNS and KINDS[row.name].plain != row.name:
             return 0.0  # refused at once
@@ -82,7 +96,7 @@ class Costs:
         return sum(self.of_boot(c) + sum(self.of_row(c, r, runs) for r in rows) for c in columns)
 
     def measured(self, columns: Sequence[str]) -> bool:
-        return all(c in self.boot for c in columns)
+        return all(column_of(c) in self.boot for c in columns)
 
 
 def _guess(row: Row) -> float:

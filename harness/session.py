@@ -93,7 +93,7 @@ class Session:
     line: Mapping[str, Any]
     writer: Writer
     before: Store | None = None
-    done: set[tuple[int, str, str]] = field(default_factory=set)  # round, row, column
+    done: set[tuple[int, str, str]] = field(default_factory=set)  # round, row, slot
     timed: bool = True
 
     @property
@@ -112,7 +112,7 @@ def key_of(
     grid = grids.to_dict(choice.grid)
     for left_out in ("about", "path", "tiers", "gate", "margin", "alpha"):  # read by people and judges, not by workers
         grid.pop(left_out, None)
-    targets = {c: choice.grid.known_columns()[c].target for c in choice.columns}
+    targets = {c: choice.grid.known_columns()[plan.column_of(c)].target for c in choice.columns}
     return fingerprint.digest(
         {
             "grid": grid,
@@ -161,7 +161,7 @@ def prepare(choice: Choice, cells: Collection[Cell] | None = None, *, timed: boo
         "tier": choice.tier.name,
         "rounds": len(first.rounds),
         "runs": first.runs,
-        "columns": list(choice.columns),
+        "columns": list(dict.fromkeys(map(plan.column_of, choice.columns))),
         "rows": [r.name for r in choice.rows],
         "plan": [list(r) for r in first.rounds],
         "key": key,
@@ -243,29 +243,37 @@ def _resume(choice: Choice, costs: Costs, model: Path, path: Path, before: Store
 
 def half_done(store: Store) -> list[dict[str, Any]]:
     """`failed` lines for cells that a dead parent left half measured: they will be measured again, whole."""
-    runs: dict[tuple[int, str, str, str], int] = {}
+    runs: dict[tuple[int, str, str, str, str | None], int] = {}
     for r in store.runs:
-        at = (r["round"], r["column"], r["row"], r["process"])
+        at = (r["round"], r["column"], r["row"], r["process"], r.get("arm"))
         runs[at] = runs.get(at, 0) + 1
     return [
         {
             "kind": "failed", "session": store.session["session"],
-            "process": process, "round": round, "column": column, "row": row,
+            "process": process, "round": round, "column": column, "row": row, **({"arm": arm} if arm else {}),
             "reason": f"interrupted after {n} of {store.session['runs']} runs", "stderr": None, "retry": True,
         }
-        for (round, column, row, process), n in runs.items()
+        for (round, column, row, process, arm), n in runs.items()
         if n < store.session["runs"]
     ]  # fmt: skip
 
 
+def slot_of(line: Mapping[str, Any]) -> str:
+    """The place in the plan that a line belongs to: its column, or the column's second arm."""
+    return f"{line['column']}{plan.TWIN}" if line.get("arm") == "b" else str(line["column"])
+
+
+def twinned(choice: Choice) -> Choice:
+    """The choice with every column beside itself, for an A/A session."""
+    return replace(choice, columns=tuple(s for c in choice.columns for s in (c, c + plan.TWIN)))
+
+
 def done_in(store: Store) -> set[tuple[int, str, str]]:
-    """(round, row, column) that need no more measuring: all runs there, refused, or lost to a crash or a hang."""
+    """(round, row, slot) that need no more measuring: all runs there, refused, or lost to a crash or a hang."""
     rows, rounds = store.session["rows"], range(max(len(store.plan), 1))
-    done = {
-        (r["round"], r["row"], r["column"]) for r in (*store.runs, *store.refusals) if r.get("code") != NOT_SELECTED
-    }
+    done = {(r["round"], r["row"], slot_of(r)) for r in (*store.runs, *store.refusals) if r.get("code") != NOT_SELECTED}
     done |= {(i, r["row"], r["column"]) for i in rounds for r in store.refusals if r.get("code") == NOT_SELECTED}
     for f in store.failed:
         if not f.get("retry"):
-            done |= {(f["round"], row, f["column"]) for row in ([f["row"]] if f["row"] else rows)}
+            done |= {(f["round"], row, slot_of(f)) for row in ([f["row"]] if f["row"] else rows)}
     return done

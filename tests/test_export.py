@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,8 +17,9 @@ import pytest
 
 from harness import export, importing
 from harness.grid import UsageError
+from harness.judge import judge
 from harness.store import Store, StoreError, read, write
-from harness.workloads import KINDS
+from harness.workloads import KINDS, Row
 
 PUBLISHED = Path(__file__).parent.parent / "results" / "published" / "throughput.jsonl"
 
@@ -41,7 +43,7 @@ def store(tmp_path: Path) -> Store:
         "fingerprint": {"cpu": "A <CPU>", "git_commit": "abc"},
         "grid": {
             "name": "g", "model": "m", "metric": "cpu", "margin": 0.03, "alpha": 0.05, "columns": columns,
-            "rows": {r: {"name": r, "unit": KINDS[r].unit, "plain": KINDS[r].plain} for r in rows},
+            "rows": {r: asdict(Row(r, new_tokens=8)) for r in rows},
         },
     }  # fmt: skip
     booted = [
@@ -164,6 +166,9 @@ def test_the_published_cells_become_a_store_a_panel(tmp_path: Path) -> None:
     assert 0 < forward["wall_seconds"] < 5  # published in milliseconds
     assert first.session["rows"] == sorted(first.session["rows"], key=list(KINDS).index)
     assert {r["code"] for s in stores for r in s.refusals} == {"not-expressible", "not-measured"}
+    cells = judge(first)
+    assert {c.verdict for c in cells} == {"INVALID", "UNSUPPORTED"}
+    assert any("without validation" in c.reason for c in cells)
     with pytest.raises(StoreError, match="never rewritten"):
         importing.import_file(PUBLISHED, tmp_path)
 

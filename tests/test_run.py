@@ -368,3 +368,68 @@ def test_execute_returns_the_path_of_a_resumed_and_complete_plan(here: Path, hea
     assert again.before is not None
     assert execute(again, heard) == session.path
     assert read(session.path).finished
+
+
+# Against itself, and not alone
+
+
+def test_an_a_a_session_runs_each_column_as_both_arms(measure: Measure, here: Path, heard: Any) -> None:
+    from harness.session import twinned
+
+    path = fake.grid_file(here, columns=("fake-a",), rows=("generate",))
+    session = prepare(twinned(choose(Options(str(path), rounds=2, runs=1))))
+    store = read(execute(session, heard))
+    assert store.session["columns"] == ["fake-a"]
+    assert store.plan == [["fake-a", "fake-a~b"], ["fake-a~b", "fake-a"]]
+    assert [(p["round"], p["order"], p["column"], p["arm"]) for p in store.processes] == [
+        (0, 0, "fake-a", "a"),
+        (0, 1, "fake-a", "b"),
+        (1, 0, "fake-a", "b"),
+        (1, 1, "fake-a", "a"),
+    ]
+    assert len(store.runs) == 4
+    assert done_in(store) == {(r, "generate", s) for r in (0, 1) for s in ("fake-a", "fake-a~b")}
+
+
+SMI = """#!/bin/sh
+case "$1" in
+  *compute-apps*) {apps} ;;
+  *throttle*|*clocks_event*) echo "{throttle}" ;;
+  *) exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("apps", "throttle", "said"),
+    [
+        ("echo '4711, other'", "Not Active, Not Active, Not Active", "another process is on the device: 4711, other"),
+        ("true", "Not Active, Active, Not Active", "the device throttled: sw_thermal_slowdown"),
+        ("true", "Not Active, Not Active, Not Active", None),
+    ],
+)
+def test_a_round_that_was_not_alone_is_marked_whole(
+    measure: Measure, here: Path, monkeypatch: pytest.MonkeyPatch, apps: str, throttle: str, said: str | None
+) -> None:
+    smi = here / "smi"
+    smi.write_text(SMI.format(apps=apps, throttle=throttle))
+    smi.chmod(0o755)
+    monkeypatch.setenv("TAPGRID_SMI", str(smi))
+    store = measure(columns=("fake-a",), rows=("generate",))
+    marked = [line for line in store.other if line["kind"] == "contaminated"]
+    assert [m["round"] for m in marked] == ([0] if said else [])
+    assert not said or said in marked[0]["reason"]
+    assert measured(store) == {("generate", "fake-a"): 1}  # nothing is deleted; the judge leaves the round out
+
+
+def test_load_contaminates_wall_time_and_not_cpu_time(here: Path) -> None:
+    from harness.contamination import by_load, load_limit
+    from harness.grid import load
+
+    wall, cpu = (load(str(fake.grid_file(here, top=f'metric = "{m}"'))) for m in ("wall", "cpu"))
+    limit = load_limit(wall, cores=4)
+    assert limit == 3.0
+    assert load_limit(cpu, cores=4) is None
+    runs = [{"load": 3.5, "column": "hf", "row": "steer"}, {"load": None, "column": "hf", "row": "lens"}]
+    assert by_load(runs, limit) == ["load 3.5 while hf ran steer, above 3"]
+    assert by_load(runs, 4.0) == by_load(runs, None) == []
