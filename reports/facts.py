@@ -46,7 +46,7 @@ def value(cell: Cell) -> str:
 
 def with_unit(cell: Cell) -> str:
     """The value and its unit, blank for none."""
-    return f"{value(cell)}{NARROW}{cell.unit}" if value(cell) else ""
+    return f"{value(cell)}\u00a0{cell.unit}" if value(cell) else ""
 
 
 def other(cell: Cell) -> str:
@@ -79,8 +79,8 @@ def validation(cell: Cell) -> str:
 
 def reason(cell: Cell) -> str:
     """Why the verdict is what it is; a refusal's code comes first."""
-    said = f"[{cell.code}] {cell.reason}" if cell.code else cell.reason or ""
-    return said or ("no reason was given" if cell.verdict in NO_CLAIM else "")
+    said = cell.reason or ("no reason was given" if cell.verdict in NO_CLAIM else "")
+    return f"[{cell.code}] {said}" if cell.code else said
 
 
 def remarks(cell: Cell) -> str:

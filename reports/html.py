@@ -64,8 +64,8 @@ def _head(title: str, style: Safe, script: Safe) -> Safe:
 SECTIONS: tuple[tuple[str, str, str], ...] = (
     ("columns", "Columns", "Marks, versions, and how often each verdict fell."),
     ("grid", "Grid", "Speed as a share of the plain engine named above each column. Click a number for all behind it."),
-    ("dots", "Shares", "Left, against vanilla over the whole range. Right, against the column's own plain engine, where "
-     "verdicts are decided; an arrow lies beyond the axis."),
+    ("dots", "Shares", "Left, against vanilla over the whole range. Right, against the column's own plain engine, "
+     "where verdicts are decided; an arrow lies beyond the axis."),
     ("table", "All cells", ""),
     ("validation", "Activations", "Error against float32, relative to what the dtype alone costs."),
     ("runs", "Runs in time", ""),
@@ -107,9 +107,15 @@ def render(store: Store, cells: Sequence[Cell], aa: Floors | None = None) -> str
     ]
     title = f"{page.name}: {plural(len(page.cells), 'cell')} · tapgrid"
     main = tag("main", header(page), reading(page), *body, id="main")
-    skip = tag("a", "Skip to the grid", href="#grid", class_="skip")
-    card = tag("div", id="card", role="tooltip", hidden=True)
-    whole = tag("body", skip, symbols(), tag("nav", *links, aria_label="sections"), main, card, tag("script", script))
+    whole = tag(
+        "body",
+        tag("a", "Skip to the grid", href="#grid", class_="skip"),
+        symbols(page.marks.values()),
+        tag("nav", *links, aria_label="sections"),
+        main,
+        tag("div", id="card", role="tooltip", hidden=True),
+        tag("script", script),
+    )
     return "<!DOCTYPE html>\n" + tag("html", _head(title, style, script), whole, lang="en") + "\n"
 
 

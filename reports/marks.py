@@ -28,15 +28,18 @@ SHAPES: dict[str, str] = {
 SMALL: dict[str, str] = {
     "square": "m-2-2h4v4h-4z",
     "diamond": "m0-2.7 2.7 2.7-2.7 2.7-2.7-2.7z",
-    "circle": "m-2.2 0a2.2 2.2 0 104.4 0 2.2 2.2 0 10-4.4 0",
+    "circle": "m-2 0a2 2 0 104 0 2 2 0 10-4 0",
     "up": "m0-2.6 2.6 4.6h-5.2z",
     "down": "m0 2.6 2.6-4.6h-5.2z",
-    "hexagon": "m-2.2-1.3 2.2-1.3 2.2 1.3v2.6l-2.2 1.3-2.2-1.3z",
+    "hexagon": "m-2-1 2-1.5 2 1.5v2l-2 1.5-2-1.5z",
     "pentagon": "m0-2.6 2.5 1.9-1 2.9h-3l-1-2.9z",
     "plus": "m-2.4 0h4.8m-2.4-2.4v4.8",
     "bow": "m-2.4-2.2 4.8 4.4v-4.4l-4.8 4.4z",
     "cross": "m-2-2 4 4m0-4-4 4",
 }
+
+
+DOT = "h0"  # a stroke of no length with round ends
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,9 @@ class Library:
 
 @dataclass(frozen=True)
 class Mark:
-    """How a column is drawn. `hue` is a CSS class."""
+    """How a column is drawn. `hue` is a CSS class, `id` names the drawing in the page."""
 
+    id: str
     library: Library
     compiled: bool
     transformers: bool
@@ -110,5 +114,6 @@ def marks(columns: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> 
     """
     strangers: list[str] = []
     return {
-        c: Mark(_library(c, strangers), _compiled(c, settings.get(c, {})), c == "hf" or "-hf" in c) for c in columns
+        c: Mark(f"k{i}", _library(c, strangers), _compiled(c, settings.get(c, {})), "hf" in c.split("-"))
+        for i, c in enumerate(columns)
     }

@@ -62,12 +62,13 @@ def _content(cell: Cell, note: int | None) -> Safe:
 
 
 def _cell(i: int, cell: Cell, notes: Mapping[Reason, int]) -> Safe:
-    style, said = verdict(cell.verdict).style, facts.remarks(cell)
-    shade = tint(cell.share) if verdict(cell.verdict).judged else None
-    label = f"{cell.row}, {cell.column}: {verdict(cell.verdict).short} {brief(cell)} {said}".strip()
+    sign = verdict(cell.verdict)
+    shade = tint(cell.share) if sign.judged else None
+    label = f"{cell.row}, {cell.column}: {sign.short} {brief(cell)}".strip()
+    why = None if sign.judged else facts.remarks(cell) or None
     content = _content(cell, notes.get((cell.verdict, facts.reason(cell))))
-    link = tag("a", content, href=f"#c{i}", data_i=i, aria_label=label, title=said or None)
-    return tag("td", link, class_=" ".join(filter(None, ("v-" + style, shade))))
+    link = tag("a", content, href=f"#c{i}", data_i=i, aria_label=label, title=why)
+    return tag("td", link, class_=" ".join(filter(None, ("v-" + sign.style, shade))))
 
 
 def read_against(panel: Panel, column: str) -> str:

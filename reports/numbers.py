@@ -84,7 +84,7 @@ def measured(value: object, among: Sequence[float] = ()) -> str:
     """A value with the digits that the spread among its processes supports; three digits for a single one.
 
     >>> measured(123.456, [121.0, 125.0]), measured(0.0123456)
-    ('123.5', '0.0123')
+    ('123', '0.0123')
     """
     number = finite(value)
     if number is None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from reports import facts
 from reports.escape import Safe, join, tag
 from reports.numbers import finite
-from reports.svg import Axis, axis, mark, mark_svg
+from reports.svg import Axis, axis, definitions, mark, mark_svg
 from reports.view import Panel, View
 from reports.words import verdict
 
@@ -38,10 +38,10 @@ def _shares(cells: Iterable[Cell]) -> list[object]:
     ]
 
 
-def _close(margin: float) -> Axis:
+def _close(margin: float, id: str) -> Axis:
     """The axis of the close-up: four margins, and at least a tenth, to each side."""
     reach = 1 + max(0.1, 4 * margin)
-    return Axis(1 / reach, reach)
+    return Axis(1 / reach, reach, id)
 
 
 def _span(scale: Axis, low: float, high: float, style: str) -> Safe:
@@ -51,30 +51,36 @@ def _span(scale: Axis, low: float, high: float, style: str) -> Safe:
     return tag("path", d=f"M{scale.at(low):g} 9H{scale.at(high):g}", class_=style)
 
 
-def _ground(scale: Axis, margin: float) -> list[Safe]:
-    """What lies under the marks: grid lines, the margin's band, the 100 % line."""
+def _band(scale: Axis, margin: float) -> Safe:
     left, right = scale.at(1 / (1 + margin)), scale.at(1 + margin)
+    return tag("path", d=f"M{left:g} 0H{right:g}V{HEIGHT}H{left:g}z", class_="band")
+
+
+def _ground(scale: Axis, margin: float) -> Safe:
+    """What lies under the marks of every line: the margin's band, grid lines, the 100 % line."""
     lines = "".join(f"M{scale.at(t):g} 0V{HEIGHT}" for t in scale.ticks() if t != 1.0)
-    return [
-        tag("path", d=f"M{left:g} 0H{right:g}V{HEIGHT}H{left:g}z", class_="band"),
-        tag("path", d=lines, class_="rule") if lines else Safe(""),
-        tag("path", d=f"M{scale.at(1):g} 0V{HEIGHT}", class_="one"),
-    ]
+    rules = tag("path", d=lines, class_="rule") if lines else ""
+    return tag(
+        "g", _band(scale, margin), rules, tag("path", d=f"M{scale.at(1):g} 0V{HEIGHT}", class_="one"), id=scale.id
+    )
 
 
-def _stretched(cell: Cell, scale: Axis, margin: float, hue: str, spread: bool) -> Safe:
+def _stretched(cell: Cell, scale: Axis, view: View, spread: bool) -> Safe:
     """Everything that may stretch: the ground, and with `spread` the whisker, the interval and one tick a process."""
-    parts = _ground(scale, margin)
+    parts = [tag("use", href=f"#{scale.id}")]
+    if cell.margin and cell.margin != view.margin:
+        parts.append(_band(scale, cell.margin))  # wider than the grid's: this cell's A/A spread
     each = [s for s in map(finite, cell.process_shares) if s is not None and s > 0] if spread else []
     if len(each) > 1:
-        parts.append(_span(scale, min(each), max(each), f"whisker {hue}"))
+        parts.append(_span(scale, min(each), max(each), "whisker"))
     low, high = finite(cell.low), finite(cell.high)
     if spread and low is not None and high is not None and 0 < low <= high:
-        parts.append(_span(scale, low, high, f"ci {hue}"))
+        parts.append(_span(scale, low, high, "ci"))
     ticks = "".join(f"M{scale.at(s):g} 4V14" for s in each if scale.low <= s <= scale.high)
     if ticks:
-        parts.append(tag("path", d=ticks, class_=f"tick {hue}"))
-    return tag("svg", *parts, viewBox=f"0 0 1000 {HEIGHT}", preserveAspectRatio="none", width="100%", height=HEIGHT)
+        parts.append(tag("path", d=ticks, class_="tick"))
+    hue = view.marks[cell.column].hue
+    return tag("svg", *parts, viewBox=f"0 0 1000 {HEIGHT}", preserveAspectRatio="none", class_=hue)
 
 
 def _drawn(cell: Cell, share: float | None, scale: Axis, view: View, spread: bool) -> Safe:
@@ -86,8 +92,7 @@ def _drawn(cell: Cell, share: float | None, scale: Axis, view: View, spread: boo
             over = mark(own, x, MIDDLE)
         else:
             over = tag("use", href="#m-left" if share < 1 else "#m-right", x=x, y=MIDDLE, class_=f"edge {own.hue}")
-    inner = _stretched(cell, scale, cell.margin or view.margin, own.hue, spread)
-    return tag("svg", inner, over, width="100%", height=HEIGHT, aria_hidden="true", class_="plot")
+    return tag("svg", _stretched(cell, scale, view, spread), over, class_="plot")
 
 
 def _name(i: int, cell: Cell, view: View) -> Safe:
@@ -105,22 +110,19 @@ def _number(cell: Cell) -> Safe:
 
 def _line(i: int, cell: Cell, wide: Axis, near: Axis, view: View) -> list[Safe]:
     """A column that has a share, or is the reference."""
-    sign, bounds, why = verdict(cell.verdict), facts.bounds(cell, unit=""), facts.remarks(cell)
+    sign, bounds = verdict(cell.verdict), facts.bounds(cell, unit="")
     reference = cell.verdict == "REFERENCE" and cell.against == cell.column
     judged = 1.0 if reference else finite(cell.share)
+    # What the close-up shows is not drawn again where it would be too small to see.
+    outside = judged is not None and not near.low <= judged <= near.high
+    word = [tag("span", sign.sign, class_="sign"), tag("span", " ", sign.short, class_="word")]
     return [
         tag("th", _name(i, cell, view), scope="row", class_="col"),
-        tag("td", _drawn(cell, of_vanilla(cell), wide, view, spread=cell.against != "hf"), class_="p"),
+        tag("td", _drawn(cell, of_vanilla(cell), wide, view, spread=outside and cell.against != "hf"), class_="p"),
         tag("td", _drawn(cell, judged, near, view, spread=True), class_="p near"),
         _number(cell),
         tag("td", bounds, class_="n ci-text", title=None if bounds else facts.why_blank(cell)),
-        tag(
-            "td",
-            tag("span", sign.sign, class_="sign"),
-            tag("span", " ", sign.short, class_="word"),
-            class_=f"w v-{sign.style}",
-            title=why,
-        ),
+        tag("td", *word, class_="w"),
     ]
 
 
@@ -176,29 +178,32 @@ def _scale(scale: Axis) -> Safe:
     return tag("svg", *labels, width="100%", height="14", aria_hidden="true", class_="axis")
 
 
-def _table(panel: Panel, view: View) -> Safe:
-    wide, near = axis(_shares(c for _, c in panel.cells.values())), _close(view.margin)
+def _plot_head(name: str, scale: Axis, style: str) -> Safe:
+    return tag("th", tag("span", name, class_="unit"), _scale(scale), scope="col", class_=style)
+
+
+def _table(at: int, panel: Panel, view: View) -> Safe:
+    """One grid: its axes, what lies under every line, and the lines. `at` numbers the grids of a page."""
+    wide = axis(_shares(c for _, c in panel.cells.values()), id=f"w{at}")
+    near = _close(view.margin, id=f"n{at}")
     head = tag(
         "tr",
         tag("th", "row", scope="col", class_="row"),
         tag("th", "column", scope="col", class_="col"),
-        tag("th", tag("span", "of vanilla, log scale", class_="unit"), _scale(wide), scope="col", class_="p"),
-        tag(
-            "th",
-            tag("span", "of its own plain engine, near 100 %", class_="unit"),
-            _scale(near),
-            scope="col",
-            class_="p near",
-        ),
+        _plot_head("of vanilla, log scale", wide, "p"),
+        _plot_head("of its own plain engine, near 100 %", near, "p near"),
         tag("th", "% of plain", scope="col", class_="n"),
         tag("th", "95 % interval", scope="col", class_="n ci-text"),
         tag("th", tag("span", "verdict", class_="word"), scope="col", class_="w"),
     )
     groups = join(_group(row, panel, wide, near, view) for row in panel.rows)
-    return tag("table", tag("thead", head), groups, class_="dots", data_rove=1)
+    ground = definitions(*(_ground(scale, view.margin) for scale in (wide, near)))
+    return join([ground, tag("table", tag("thead", head), groups, class_="dots", data_rove=1)])
 
 
 def panels(view: View) -> Safe:
     """One table of dots a grid; all its rows share their axes."""
     many = len(view.panels) > 1
-    return join(part for p in view.panels for part in (tag("h3", p.grid) if many else "", _table(p, view)))
+    return join(
+        part for i, p in enumerate(view.panels) for part in (tag("h3", p.grid) if many else "", _table(i, p, view))
+    )

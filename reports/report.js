@@ -13,12 +13,13 @@
   const table = $("cells");
   const body = table.tBodies[0];
   const lines = all("tr", body);
+  const place = (line) => Number(line.id.slice(1)); // which cell a line shows
   const heads = all("thead th", table);
   const rank = ["FASTER", "SLOWER", "SAME", "UNCLEAR", "REFERENCE", "UNSUPPORTED", "MISSING", "INVALID"];
 
   // ---- sorting: by the exact values of the data, blanks last in both directions, ties in the grid's order
   function key(line, name) {
-    const value = cells[line.dataset.i][name];
+    const value = cells[place(line)][name];
     return name === "verdict" ? rank.indexOf(value) : name === "reason" && !value ? null : value;
   }
   function compare(a, b) {
@@ -32,8 +33,8 @@
     head.setAttribute("aria-sort", down ? "descending" : "ascending");
     const keyed = lines.map((line) => [key(line, name), line]);
     keyed.sort(([a, x], [b, y]) => {
-      if (a === null || b === null) return (a === null) - (b === null) || x.dataset.i - y.dataset.i;
-      return (down ? -1 : 1) * compare(a, b) || x.dataset.i - y.dataset.i;
+      if (a === null || b === null) return (a === null) - (b === null) || place(x) - place(y);
+      return (down ? -1 : 1) * compare(a, b) || place(x) - place(y);
     });
     body.append(...keyed.map(([, line]) => line));
   }
@@ -48,7 +49,7 @@
     const verdicts = new Set(chips.filter((c) => c.checked).map((c) => c.value));
     let count = 0;
     for (const line of lines) {
-      const cell = cells[line.dataset.i];
+      const cell = cells[place(line)];
       const text = [cell.grid, cell.row, cell.column, cell.verdict, cell.code, cell.reason].join(" ").toLowerCase();
       line.hidden = !verdicts.has(cell.verdict) || !words.every((w) => text.includes(w)) ||
         (library.value !== "" && libraries[cell.column] !== library.value);
@@ -90,8 +91,11 @@
   }
   const hide = () => { card.hidden = true; };
   for (const area of all("[data-rove]")) {
-    // A native tooltip would lie over the card; what it said is in the card and in the label.
-    all("[title]", area).forEach((e) => e.removeAttribute("title"));
+    // A native tooltip would lie over the card; what it said is in the card, and still said aloud.
+    all("[title]", area).forEach((e) => {
+      e.setAttribute("aria-description", e.title);
+      e.removeAttribute("title");
+    });
     area.addEventListener("mouseover", (e) => { const t = e.target.closest("[data-i]"); if (t) show(t); });
     area.addEventListener("mouseleave", hide);
     area.addEventListener("focusin", (e) => { const t = e.target.closest("[data-i]"); if (t) show(t); });
@@ -132,7 +136,7 @@
       const text = /^[=+\-@\t\r]/.test(v) ? `'${v}` : String(v); // a spreadsheet must not run a name as a formula
       return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
     };
-    return [flat.join(","), ...visible().map((l) => flat.map((f) => quote(cells[l.dataset.i][f])).join(","))].join("\r\n") + "\r\n";
+    return [flat.join(","), ...visible().map((l) => flat.map((f) => quote(cells[place(l)][f])).join(","))].join("\r\n") + "\r\n";
   }
   async function copy(text, button) {
     const before = button.textContent;

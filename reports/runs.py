@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from reports.escape import Safe, join, tag
-from reports.marks import SMALL
+from reports.marks import DOT, SMALL, Mark
 from reports.numbers import finite, fixed
 from reports.view import Line, View
 from reports.words import plural
@@ -147,6 +147,18 @@ def probe_changes(probes: Sequence[Line], metric: str) -> dict[tuple[object, obj
     return {key: t / middle - 1 for key, t in times.items()}
 
 
+def _marks(column: str, points: Sequence[Point], spread: float, line: Timeline, own: Mark, whole: bool) -> list[Safe]:
+    """One path for a column's valid points and one for its invalid ones. Means of a large store are plain dots:
+    there are too many of them for shapes to be told apart."""
+    found = []
+    for valid, shape in ((True, DOT if whole else SMALL[own.library.shape]), (False, SMALL["cross"])):
+        d = "".join(f"M{_x(p.slot, line):g} {_y(p.change, spread):g}{shape}" for p in points if p.valid is valid)
+        style = "dot" if shape == DOT else "full" if own.compiled and valid else "hollow"
+        if d:
+            found.append(tag("path", tag("title", column), d=d, class_=f"run {style} {own.hue}"))
+    return found
+
+
 def _facet(row: str, grid: str, view: View, line: Timeline, whole: bool) -> Safe:
     columns = [c for c in view.columns if any(x.column == c and x.row == row and x.grid == grid for x in view.cells)]
     drawn: list[tuple[str, list[Point]]] = []
@@ -159,12 +171,7 @@ def _facet(row: str, grid: str, view: View, line: Timeline, whole: bool) -> Safe
     spread = _spread(everything, view.margin)
     parts = _frame(line, spread, view.margin) + _strip(view, line, probe_changes(view.store.probes, view.metric))
     for column, points in drawn:
-        own_mark = view.marks[column]
-        for valid, shape in ((True, SMALL[own_mark.library.shape]), (False, SMALL["cross"])):
-            d = "".join(f"M{_x(p.slot, line):g} {_y(p.change, spread):g}{shape}" for p in points if p.valid is valid)
-            fill = "full" if own_mark.compiled and valid else "hollow"
-            if d:
-                parts.append(tag("path", tag("title", column), d=d, class_=f"run {fill} {own_mark.hue}"))
+        parts += _marks(column, points, spread, line, view.marks[column], whole)
     title = f"{row}: {plural(len(everything), 'process' if whole else 'run')}, change from each column's own median"
     picture = tag("svg", tag("title", title), *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", class_="scatter")
     return tag("figure", tag("figcaption", tag("b", row)), picture)

@@ -6,36 +6,42 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from reports.escape import Safe, join, tag
+from reports.escape import Safe, tag
 from reports.marks import SHAPES, Mark
 from reports.numbers import finite
 
 
-def symbols() -> Safe:
-    """The marks, defined once a page and drawn by reference."""
-    shapes = [tag("path", id=f"m-{name}", d=d) for name, d in SHAPES.items()]
+def definitions(*parts: Safe) -> Safe:
+    """Things that are drawn by reference, many times, from here."""
+    return tag("svg", tag("defs", *parts), width="0", height="0", aria_hidden="true", class_="symbols")
+
+
+def symbols(marks: Iterable[Mark]) -> Safe:
+    """The mark of every column, defined once a page, and the signs of lines that have none."""
     extra = [
-        tag("circle", id="m-dot", r="1.5"),
         tag("path", id="m-x", d="M-4-4 4 4M4-4-4 4"),
-        tag("path", id="m-strike", d="M-9 0H9"),
         tag("path", id="m-left", d="M5-4 0 0 5 4"),
         tag("path", id="m-right", d="M-5-4 0 0-5 4"),
     ]
-    return tag("svg", tag("defs", *shapes, *extra), width="0", height="0", aria_hidden="true", class_="symbols")
+    return definitions(*map(_symbol, marks), *extra)
+
+
+def _symbol(of: Mark) -> Safe:
+    fill = "full" if of.compiled else "hollow"
+    parts = [tag("path", d=SHAPES[of.library.shape], class_=f"mk {fill} {of.hue}")]
+    if of.transformers:
+        parts.append(tag("circle", r="1.5", class_=f"mk {'bare' if of.compiled else 'full'} {of.hue}"))
+    return tag("g", *parts, id=of.id)
 
 
 def mark(of: Mark, x: str, y: str) -> Safe:
     """A column's mark at a place inside an SVG, which may be a percentage."""
-    fill = "full" if of.compiled else "hollow"
-    shape = tag("use", href=f"#m-{of.library.shape}", x=x, y=y, class_=f"mk {fill} {of.hue}")
-    if not of.transformers:
-        return shape
-    return join([shape, tag("use", href="#m-dot", x=x, y=y, class_=f"mk {'bare' if of.compiled else 'full'} {of.hue}")])
+    return tag("use", href=f"#{of.id}", x=x, y=y)
 
 
 def mark_svg(of: Mark) -> Safe:
     """A column's mark on its own, for legends and table heads."""
-    return tag("svg", mark(of, "8", "8"), width="16", height="16", aria_hidden="true", class_="mark")
+    return tag("svg", mark(of, "8", "8"), class_="mark")
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class Axis:
 
     low: float
     high: float
+    id: str = ""
 
     def at(self, share: float) -> float:
         """
@@ -80,9 +87,9 @@ _STEPS: tuple[tuple[float, ...], ...] = (
 )
 
 
-def axis(shares: Iterable[object], floor: float = 0.02) -> Axis:
+def axis(shares: Iterable[object], id: str = "", floor: float = 0.02) -> Axis:
     """An axis that holds 100 % and every share above `floor`, with air at both ends; what lies below is at the edge."""
     known = [s for s in map(finite, shares) if s is not None and s > 0]
     low, high = min([0.9, *known]), max([1.08, *known])
     pad = (high / max(low, floor)) ** 0.04
-    return Axis(max(low, floor) / pad, high * pad)
+    return Axis(max(low, floor) / pad, high * pad, id)

@@ -74,8 +74,8 @@ def _number(field: Field, cell: Cell) -> Safe:
         return tag("td", shown, class_="reason")
     if field.key == "validated":
         return tag("td", shown, class_={"right": "ok", "": "blank"}.get(shown, "bad"))
-    if not shown:
-        return tag("td", class_="blank", title=facts.why_blank(cell))
+    if not shown:  # why is in the reason; where a share is blank, also on the spot
+        return tag("td", class_="blank", title=facts.why_blank(cell) if field.key == "share_vanilla" else None)
     if cell.verdict == "INVALID" and field.number and field.key != "rounds":
         return tag("td", tag("s", shown), class_="n")
     # The share that the verdict is about carries its weight.
@@ -86,23 +86,28 @@ def _number(field: Field, cell: Cell) -> Safe:
 
 def _tests(cell: Cell) -> str:
     """What p is, and what other tests would have said."""
-    others = (("exact sign flip", cell.p_exact), ("unpaired Mann-Whitney", cell.p_unpaired))
+    others = (("sign flip", cell.p_exact), ("Mann-Whitney", cell.p_unpaired))
     return "; ".join([cell.test or "test", *(f"{name} {facts.p(p)}" for name, p in others if p is not None)])
 
 
 def _line(i: int, cell: Cell, chosen: list[Field], view: View) -> Safe:
     sign = verdict(cell.verdict)
-    word = {"FASTER": "b", "SAME": "i"}.get(cell.verdict, "span")
+    word = {"FASTER": "b", "SAME": "i"}.get(cell.verdict)
     many = [tag("td", cell.grid)] if len(view.panels) > 1 else []
     return tag(
         "tr",
         *many,
         tag("th", cell.row, scope="row"),
         tag("td", mark_svg(view.marks[cell.column]), cell.column, class_="c"),
-        tag("td", tag("span", sign.sign, class_="sign"), " ", tag(word, cell.verdict), class_=f"v v-{sign.style}"),
+        tag(
+            "td",
+            tag("span", sign.sign, class_="sign"),
+            " ",
+            tag(word, cell.verdict) if word else cell.verdict,
+            class_=f"v v-{sign.style}",
+        ),
         *(_number(f, cell) for f in chosen),
         id=f"c{i}",
-        data_i=i,
     )
 
 
