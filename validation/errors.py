@@ -42,6 +42,7 @@ class Errors:
 
     @property
     def off_slope(self) -> float:
+        """How far the scale is from 1."""
         return abs(self.slope - 1.0)
 
 
@@ -81,20 +82,18 @@ def per_token(value: Any, reference: Any) -> Array:
         return np.where(gap == 0, 0.0, gap / size)
 
 
-def slope(value: Any, reference: Any) -> float:
-    """The least-squares scale between value and reference: of each token, then the median over tokens.
+def slopes(value: Any, reference: Any) -> Array:
+    """The least-squares scale of each token; their median is a tensor's slope.
 
-    Over the whole tensor it would be the scale of the one token with massive activations.
+    One scale for the whole tensor would be that of the one token with massive activations.
 
-    >>> round(slope([[2.2, 0.0], [0.0, 1.1]], [[2.0, 0.0], [0.0, 1.0]]), 3)
-    1.1
+    >>> slopes([[2.2, 0.0], [0.0, 1.1]], [[2.0, 0.0], [0.0, 1.0]]).round(3).tolist()
+    [1.1, 1.1]
     """
     v, r = rows(value), rows(reference)
     square = np.einsum("td,td->t", r, r)
     some = square > 0
-    if not some.any():
-        return 1.0
-    return float(np.median(np.einsum("td,td->t", v, r)[some] / square[some]))
+    return np.asarray(np.einsum("td,td->t", v, r)[some] / square[some]) if some.any() else np.ones(1)
 
 
 def measure(value: Any, reference: Any) -> Errors:
@@ -111,7 +110,8 @@ def measure(value: Any, reference: Any) -> Errors:
     size = float(np.linalg.norm(r))
     gap = float(np.linalg.norm(v - r))
     frobenius = gap / size if size else (0.0 if gap == 0 else float("inf"))
-    return Errors(float(np.median(each)), float(each.max()), frobenius, slope(v, r), int(each.argmax()), len(each))
+    slope = float(np.median(slopes(v, r)))
+    return Errors(float(np.median(each)), float(each.max()), frobenius, slope, int(each.argmax()), len(each))
 
 
 def measure_projection(value: Any, reference: Any, size: Any, width: int) -> Errors:

@@ -40,7 +40,7 @@ from validation.writes import check_write, forced, shape_for, write_of
 __all__ = ["Finding", "Validator", "chosen"]
 
 # Tokens of a run whose values are compared with the reference: enough that a metric's noise is small.
-VALUE_TOKENS = 384
+VALUE_TOKENS = 288
 
 
 class Validator:
@@ -142,7 +142,7 @@ def chosen(requests: Sequence[Request]) -> list[int]:
     Evenly spaced, from a start that the first request's id decides, so that another run checks others.
 
     >>> len(chosen([Request(f"sweep/0/{k}", tuple(range(16)), 1) for k in range(64)]))
-    24
+    18
     """
     longest = max(len(r.token_ids) + r.new_tokens - 1 for r in requests)
     many = max(2, VALUE_TOKENS // longest)
