@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from validation.query import Query, Write, folder_hash, key
 
-__all__ = ["Query", "ReferenceFailed", "References", "Write", "prune"]
+__all__ = ["Query", "ReferenceFailed", "References", "Server", "Write", "prune"]
 
 Array = npt.NDArray[Any]
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,15 +44,63 @@ class ReferenceFailed(RuntimeError):
     """The reference process could not answer; the message holds what it said."""
 
 
-class References:
-    """Answers queries from the cache, and has the rest computed. A context manager."""
+class Server:
+    """The process that computes: started at the first request, ended by `close` or with this process."""
 
-    def __init__(self, model: Path, cache: Path, *, threads: int = 1, device: str = "auto") -> None:
+    def __init__(self, threads: int = 1) -> None:
+        self.threads = threads
+        self._process: subprocess.Popen[str] | None = None
+
+    def ask(self, request: Path) -> None:
+        """Have a request file answered; returns when its answers are on disk."""
+        stdin, stdout = self._pipes()
+        with contextlib.suppress(BrokenPipeError):  # a dead server says so by an empty answer
+            stdin.write(f"{request}\n")
+            stdin.flush()
+        line = stdout.readline()
+        if not line:
+            raise ReferenceFailed(f"the reference process died (exit code {self.close()}); its stderr says why")
+        if error := json.loads(line)["error"]:
+            raise ReferenceFailed(error)
+
+    def _pipes(self) -> tuple[IO[str], IO[str]]:
+        if self._process is None or self._process.poll() is not None:
+            env = {
+                **os.environ,
+                "OMP_NUM_THREADS": str(self.threads),
+                "HF_HUB_OFFLINE": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+            }
+            env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+            command = [sys.executable, "-m", "validation.reference", "--serve"]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        return self._process.stdin, self._process.stdout
+
+    def close(self) -> int | None:
+        """End the process and return its exit code; a later `ask` starts another."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        return process.wait(timeout=60)
+
+
+class References:
+    """Answers queries about one model from the cache, and has the rest computed. A context manager."""
+
+    def __init__(
+        self, model: Path, cache: Path, *, threads: int = 1, device: str = "auto", server: Server | None = None
+    ) -> None:
         self.model, self.cache, self.threads = Path(model), Path(cache), threads
         self.device = device if device != "auto" or shutil.which("nvidia-smi") else "cpu"
         self.hash = folder_hash(self.model)
+        self.server = server or Server(threads)
         self.computed = 0
-        self._server: subprocess.Popen[str] | None = None
 
     def get(self, queries: Sequence[Query]) -> list[dict[str, Array]]:
         """One dict of arrays a query, in order."""
@@ -72,48 +120,15 @@ class References:
         with tempfile.NamedTemporaryFile("w", suffix=".json", dir=self.cache) as f:
             json.dump(request, f)
             f.flush()
-            self._ask(f.name)
+            try:
+                self.server.ask(Path(f.name).resolve())
+            except ReferenceFailed as failed:
+                raise ReferenceFailed(f"reference for {self.model}: {failed}") from failed
         self.computed += len(missing)
 
-    def _ask(self, request: str) -> None:
-        stdin, stdout = self._pipes()
-        with contextlib.suppress(BrokenPipeError):  # a dead server says so by an empty answer
-            stdin.write(request + "\n")
-            stdin.flush()
-        line = stdout.readline()
-        if not line:
-            raise ReferenceFailed(
-                f"the reference process for {self.model} died (exit code {self.close()}); its stderr says why"
-            )
-        error = json.loads(line)["error"]
-        if error:
-            raise ReferenceFailed(f"reference for {self.model}: {error}")
-
-    def _pipes(self) -> tuple[IO[str], IO[str]]:
-        if self._server is None or self._server.poll() is not None:
-            env = {
-                **os.environ,
-                "OMP_NUM_THREADS": str(self.threads),
-                "HF_HUB_OFFLINE": "1",
-                "TOKENIZERS_PARALLELISM": "false",
-            }
-            env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
-            command = [sys.executable, "-m", "validation.reference", "--serve"]
-            self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        return self._server.stdin, self._server.stdout
-
-    def close(self) -> int | None:
-        """End the server process and return its exit code; a later `get` starts another."""
-        server, self._server = self._server, None
-        if server is None:
-            return None
-        for pipe in (server.stdin, server.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-        return server.wait(timeout=60)
+    def close(self) -> None:
+        """End the computing process."""
+        self.server.close()
 
     def __enter__(self) -> References:
         return self
