@@ -18,9 +18,10 @@ class Hooks:
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self._handles: dict[Key, RemovableHandle] = {}
+        self._around: dict[str, RemovableHandle] = {}
 
     def attach(self, key: Key, il: Interleaver) -> None:
-        """Call `il.visit(key, ...)` when the module runs: its output, or (args, kwargs) for its input."""
+        """Call `il.visit(key, ...)` when the module runs: its output, or [args, kwargs] for its input."""
         if key in self._handles or key is LOGITS_KEY or key is SAMPLED_KEY:
             return
         path, side = key
@@ -28,19 +29,21 @@ class Hooks:
             module = self.model.get_submodule(path)
         except AttributeError:
             raise no_such_module(path, [n for n, _ in self.model.named_modules() if n]) from None
+        self._hold_open(path)
         visit = il.visit
 
-        def out(module: torch.nn.Module, args: Any, output: Any) -> None:
-            if key in il.waiting:
-                visit(key, output)
+        def out(module: torch.nn.Module, args: Any, output: Any) -> Any:
+            return visit(key, output) if key in il.waiting else None
 
         def into(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-            if key in il.waiting:
-                payload = [args, kwargs]
-                visit(key, payload)
-                if len(payload) > 2:
-                    return replaced(payload)
-            return None
+            if key not in il.waiting:
+                return None
+            payload: list[Any] = [args, kwargs]
+            instead = visit(key, payload)
+            payload = payload if instead is None else instead
+            if len(payload) > 2:
+                return replaced(payload)
+            return None if instead is None else tuple(instead)
 
         self._handles[key] = (
             module.register_forward_hook(out)
@@ -48,11 +51,25 @@ class Hooks:
             else module.register_forward_pre_hook(into, with_kwargs=True)
         )
 
+    def _hold_open(self, path: str) -> None:
+        """Keep the modules around `path` listening. A module that starts a call without hooks never looks for one again
+        in that call, so a point on it that is first asked for from inside it would never fire."""
+        parts = path.split(".")
+        for depth in range(len(parts)):
+            around = ".".join(parts[:depth])
+            if around not in self._around:
+                self._around[around] = self.model.get_submodule(around).register_forward_hook(_nothing)
+
     def clear(self) -> None:
         """Take every hook off again."""
-        for handle in self._handles.values():
+        for handle in (*self._handles.values(), *self._around.values()):
             handle.remove()
         self._handles.clear()
+        self._around.clear()
 
     def __len__(self) -> int:
         return len(self._handles)
+
+
+def _nothing(module: torch.nn.Module, args: Any, output: Any) -> None:
+    pass

@@ -1,12 +1,15 @@
-"""Every way an intervention can go wrong: one class each, and messages that carry the point, the shapes and the user's line."""
+"""Every way an intervention can go wrong: a class each, and messages with the point, the shapes and the user's line."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-_HERE = str(Path(__file__).resolve().parent)
+_HERE = str(Path(__file__).resolve().parent) + os.sep
 
 
 class InterventionError(Exception):
@@ -38,7 +41,11 @@ class StaleWriteError(InterventionError):
 
 
 class BadCaptureError(InterventionError):
-    """A saved activation is empty, all zero or not finite, and the intervention did not make it so."""
+    """A saved activation is empty, all zero, constant or not finite, and the intervention did not make it so."""
+
+
+class NonFiniteError(InterventionError):
+    """A read or a write holds NaN or infinity, and the run was asked to check for that."""
 
 
 class NotDeclaredError(InterventionError):
@@ -54,16 +61,28 @@ def user_line() -> str:
 
     Empty when there is none, which is when the library calls itself.
     """
-    frame: FrameType | None = sys._getframe(1)
+    return _line(sys._getframe(1))
+
+
+def line_of(thread: Any) -> str:
+    """`file:line` where a parked greenlet of the user's stands."""
+    return _line(getattr(thread, "gr_frame", None))
+
+
+def _line(frame: FrameType | None) -> str:
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_HERE) and "greenlet" not in name:
+        if not name.startswith(_HERE) and name != contextlib.__file__:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
 
+def at_line(message: str, line: str) -> str:
+    """`message` with a file and line, where there is one."""
+    return f"{message} (at {line})" if line else message
+
+
 def at_user_line(message: str) -> str:
     """`message` with the user's file and line, where there is one."""
-    where = user_line()
-    return f"{message} (at {where})" if where else message
+    return at_line(message, user_line())

@@ -7,20 +7,31 @@ that somebody waits for (its hooks and seams do), then `end`.
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from adapters.errors import NeverRanError, UnknownPointError, at_user_line
-from adapters.intervention import Intervention, Pass
+from adapters.errors import (
+    InterventionError,
+    NeverRanError,
+    PassedError,
+    UnknownPointError,
+    at_line,
+    at_user_line,
+    line_of,
+)
+from adapters.intervention import Intervention, Pass, start
+from adapters.live import Job, Live
+from adapters.modes import InferenceMode, is_grad_enabled, is_inference_mode_enabled, set_grad_enabled
 from adapters.points import _STRIDE, LOGITS_KEY, SAMPLED_KEY, Location, Points
-from adapters.rows import Rows
+from adapters.recompute import replayed
+from adapters.rows import Part, Rows
 
 Key = tuple[str, str]
+# How often a function that swallows the error of a pass that is over may go on reading before it is dropped.
+_PATIENCE = 100
 
 
 class Host(Protocol):
@@ -28,10 +39,10 @@ class Host(Protocol):
 
     tokenizer: Any
     points: Points
-    copies: bool  # whether reads are copies, because the engine reuses its buffers
+    model: Any
 
     def attach(self, key: Key) -> None:
-        """See that `visit(key, ...)` is called when the model gets there; idempotent. UnknownPointError for no such module."""
+        """See that `visit(key, ...)` is called there; idempotent. UnknownPointError for no such module."""
 
     def weight(self, path: str) -> torch.Tensor: ...
 
@@ -40,50 +51,32 @@ class Host(Protocol):
     def norm(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
-@dataclass
-class Live:
-    """A request that interventions take part in, from its first pass to its last."""
-
-    id: str
-    passes: list[Pass] = field(default_factory=list)
-    saves: dict[str, list[Any]] = field(default_factory=dict)
-    state: dict[Any, Any] = field(default_factory=dict)
-    stopped: bool = False
-    error: BaseException | None = None
-    seen: int = 0
-
-    @property
-    def ended(self) -> bool:
-        return self.stopped or self.error is not None
-
-
-@dataclass(frozen=True)
-class Job:
-    """One request's part of one pass: its place in the batch, its first position, its token count, whether a token is drawn."""
-
-    live: Live
-    index: int
-    first: int
-    tokens: int
-    is_prompt: bool
-    draws: bool = True
-
-
 class Interleaver:
-    """Runs the interventions of one engine beside its forward passes; `waiting` is what the engine's hooks look at."""
+    """Runs the interventions of one engine beside its forward passes; `waiting` is what the engine's hooks look at.
+
+    Attributes:
+        grad: whether the model runs with gradients; reads are then part of autograd's graph.
+        inference: whether this pass runs in inference mode.
+        recomputes: whether the engine may compute positions again (it preempts), so that writes are remembered.
+        interrupt: what ended an intervention without being an `Exception` (Ctrl-C): the engine stops everything.
+    """
 
     def __init__(self, host: Host) -> None:
         self.host, self.points = host, host.points
         self.waiting: dict[Key, list[Pass]] = {}
-        self._modules: dict[tuple[str, str], Location] = {}
-        self._draws: set[int] = set()
+        self.grad = self.recomputes = self.inference = False
+        self.interrupt: BaseException | None = None
+        self._modules: dict[Key, Location] = {}
+        self._floors: dict[Key, int] = {}
+        self._stem = _stem(host.points)
+        self._quiet: set[int] = set()
 
-    def live(self, id: str, fns: Sequence[Intervention], body: Any = None) -> Live:
+    def live(self, id: str, fns: Sequence[Intervention], body: Any = None, check_finite: bool = False) -> Live:
         """A new live request with its interventions, in the order in which they see each other's writes.
 
         `body` is the greenlet of a `trace` or `steps` body, which sees the writes of all of them.
         """
-        live = Live(id)
+        live = Live(id, written=[] if self.recomputes else None, check_finite=check_finite)
         live.passes = [Pass(self, live, fn, order) for order, fn in enumerate(fns)]
         if body is not None:
             m = Pass(self, live, None, len(fns))
@@ -95,38 +88,90 @@ class Interleaver:
 
     def begin(self, rows: Rows, jobs: Sequence[Job]) -> None:
         """Start every intervention of this pass; each runs to its first read."""
+        if self.waiting:
+            self.abandon()
+        self._quiet.clear()
+        self.inference = is_inference_mode_enabled()
+        if self.inference:
+            with InferenceMode(False):
+                set_grad_enabled(False)
+                self._begin(rows, jobs)
+        else:
+            self._begin(rows, jobs)
+
+    def _begin(self, rows: Rows, jobs: Sequence[Job]) -> None:
         hub = getcurrent()
-        self._draws = {id(job.live) for job in jobs if job.draws}
         for job in jobs:
-            for m in job.live.passes:
-                m._begin(job.index, rows, job.first, job.tokens, job.is_prompt)
-                m._hub = hub
+            live, first, n, mine = job.live, job.first, job.tokens, rows
+            if first < live.seen:
+                first, n, mine = self._again(rows, job, hub)
+                if n == 0:
+                    continue
+            live.seen = first + n
+            if job.draws:
+                live.drawn += 1
+            else:
+                self._quiet.add(id(live))
+            for m in live.passes:
+                m._begin(job.index, mine, first, n, job.is_prompt, hub)
                 if m.fn is not None:
-                    m.thread = greenlet(_run, hub)
+                    m.thread = greenlet(start, hub)
                 self._resume(m, m)
 
-    def visit(self, key: Key, payload: Any) -> None:
-        """The model is at `key` and holds `payload`: serve everybody who waits for it, in declared order."""
+    def _again(self, rows: Rows, job: Job, hub: Any) -> tuple[int, int, Rows]:
+        """Part of this pass computes what interventions have seen: their writes are done again without them, and what
+        is left for them is (first position, tokens, rows)."""
+        live, n = job.live, min(job.live.seen - job.first, job.tokens)
+        for order, fn in enumerate(replayed(live.written or (), job.first, n, job.draws and n == job.tokens)):
+            m = Pass(self, Live(live.id), fn, -1 - order)
+            m._begin(job.index, Part(rows, 0, n), job.first, n, job.is_prompt, hub)
+            m.thread = greenlet(start, hub)
+            self._resume(m, m)
+        return job.first + n, job.tokens - n, Part(rows, n, job.tokens)
+
+    def visit(self, key: Key, payload: Any) -> Any:
+        """The model is at `key` and holds `payload`: serve everybody who waits for it, in declared order.
+
+        Returns what the model goes on with instead, or None when that is `payload` (edits have landed in it).
+        """
         served = self.waiting.pop(key, None)
         if served is None:
-            return
+            return None
         if len(served) > 1:
             served.sort(key=_by_order)
+        if is_inference_mode_enabled():
+            # Only ordinary tensors count their versions, and only they can be used in autograd afterwards.
+            with InferenceMode(False):
+                set_grad_enabled(False)
+                return self._serve(served, payload)
+        return self._serve(served, payload)
+
+    def _serve(self, served: list[Pass], payload: Any) -> Any:
+        instead = None
         for m in served:
             self._resume(m, payload)
+            if m._instead is not None:
+                instead, m._instead = m._instead, None
+                payload = instead
+        return instead
 
     def end(self) -> None:
         """The pass is over: whoever still waits is told that its location never ran."""
-        if not self.waiting:
-            return
-        left, self.waiting = self.waiting, {}
-        for key, passes in left.items():
-            for m in passes:
-                quiet = m.live.error is not None or (key in (LOGITS_KEY, SAMPLED_KEY) and id(m.live) not in self._draws)
-                self._throw(m, GreenletExit() if quiet else NeverRanError(_never(m, key)))
-        # What a body catches and reads next has passed as well.
-        if self.waiting:
-            self.end()
+        for _ in range(_PATIENCE):
+            if not self.waiting:
+                return
+            left, self.waiting = self.waiting, {}
+            for key, passes in left.items():
+                for m in passes:
+                    outside = key in (LOGITS_KEY, SAMPLED_KEY)
+                    quiet = m.live.error is not None or (outside and id(m.live) in self._quiet)
+                    self._throw(m, GreenletExit() if quiet else self._never(m, key))
+        for m in (m for passes in self.waiting.values() for m in passes):
+            m.live.error = m.live.error or InterventionError(
+                f"the pass was over and the intervention went on reading (request {m.request}, step {m.step}): "
+                "does it catch every error around a read?"
+            )
+        self.waiting = {}
 
     def abandon(self) -> None:
         """The pass died in the engine: let every parked intervention unwind."""
@@ -134,6 +179,7 @@ class Interleaver:
         for passes in left.values():
             for m in passes:
                 self._throw(m, GreenletExit())
+        self.waiting = {}
 
     def _resume(self, m: Pass, value: Any) -> None:
         if m.live.error is not None:
@@ -141,32 +187,51 @@ class Interleaver:
             return
         try:
             wanted = m.thread.switch(value)
-        except Exception as error:
-            m.live.error = error
+        except BaseException as error:
+            self._failed(m, error)
             return
-        if m.thread.dead or wanted is None:
-            return
-        self._park(m, wanted)
+        finally:
+            if is_grad_enabled() is not self.grad:
+                set_grad_enabled(self.grad)
+        if wanted is not None and not m.thread.dead:
+            self._park(m, wanted)
 
     def _park(self, m: Pass, loc: Location) -> None:
-        key = loc.key
-        waiting = self.waiting.get(key)
-        if waiting is not None:
+        waiting = self.waiting.get(loc.key)
+        if waiting is None:
+            self.waiting[loc.key] = [m]
+        else:
             waiting.append(m)
-            return
-        self.waiting[key] = [m]
 
     def _throw(self, m: Pass, error: BaseException) -> None:
         if not m.thread or m.thread.dead:
             return
         try:
             wanted = m.thread.throw(error)
-        except Exception as raised:
-            if m.live.error is None:
-                m.live.error = raised
+        except BaseException as raised:
+            self._failed(m, raised)
             return
+        finally:
+            if is_grad_enabled() is not self.grad:
+                set_grad_enabled(self.grad)
         if isinstance(wanted, Location) and not m.thread.dead:
             self._park(m, wanted)
+
+    def _failed(self, m: Pass, error: BaseException) -> None:
+        """An error ends its own request only."""
+        if m.live.error is None:
+            m.live.error = error
+            m.live.spoilt = int(id(m.live) not in self._quiet)
+        if not isinstance(error, Exception):
+            self.interrupt = error
+
+    def aside(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """Run a module of the model for an intervention: whoever waits there is not served."""
+        waiting, self.waiting = self.waiting, {}
+        try:
+            return function(x)
+        finally:
+            self.waiting = waiting
 
     # ---- modules by path
 
@@ -175,14 +240,55 @@ class Interleaver:
         found = self._modules.get((path, side))
         if found is None:
             found = self._modules[path, side] = self.points.module(path, side)
+            self._floors[path, side] = self._floor(path)
         return found
 
-    def is_behind(self, loc: Location, rank: int) -> bool:
-        """Whether a module by path surely ran before `rank`: it belongs to an earlier layer."""
-        if rank < 1:
-            return False
-        layer = re.search(r"\.(\d+)(\.|$)", loc.key[0])
-        return layer is not None and int(layer.group(1)) < (rank - 1) // _STRIDE
+    def _floor(self, path: str) -> int:
+        """The rank below which everything has run when this module does: that of its layer's first point."""
+        if not self._stem or not path.startswith(self._stem):
+            return -1
+        layer = path.removeprefix(self._stem).partition(".")[0]
+        return int(layer) * _STRIDE if layer.isdigit() else -1
+
+    def floor(self, loc: Location, rank: int) -> int:
+        """The rank that a module by path is known to have; -2 when it has surely run before the model got to `rank`."""
+        floor = self._floors[loc.key]
+        behind = floor >= 0 and rank >= 1 and floor // _STRIDE < (rank - 1) // _STRIDE
+        return -2 if behind else floor
+
+    def _never(self, m: Pass, key: Key) -> InterventionError:
+        where = f"{key[0]} ({'input' if key[1] == 'in' else 'output'})" if key[0] else key[1]
+        line = line_of(m.thread)
+        if m._key is not None and _ran_before(key, m._key):
+            return PassedError(
+                at_line(
+                    f"{where} had already passed when it was read: the model was at {' '.join(m._key).strip()}", line
+                )
+            )
+        return NeverRanError(
+            at_line(
+                f"{where} did not run after it was asked for in this pass (request {m.request}, step {m.step}): it is "
+                "not on the path that the model took, or it had already run when it was read",
+                line,
+            )
+        )
+
+
+def _ran_before(asked: Key, current: Key) -> bool:
+    """Whether `asked` is sure to run before `current`: part of a module that is done, or input of one under way."""
+    inside = asked[0].startswith(current[0] + ".") or asked[0] == current[0]
+    around = current[0].startswith(asked[0] + ".") and asked[0] != ""
+    return (inside and current[1] == "out" and asked != current) or (around and asked[1] == "in")
+
+
+def _stem(points: Points) -> str | None:
+    """What the paths of layers begin with: "model.layers."."""
+    try:
+        path = points.at("resid_post", 0).key[0]
+    except Exception:
+        return None
+    stem, zero, _ = path.partition("0")
+    return stem if zero else None
 
 
 def no_such_module(path: str, known: Sequence[str]) -> UnknownPointError:
@@ -193,19 +299,5 @@ def no_such_module(path: str, known: Sequence[str]) -> UnknownPointError:
     )
 
 
-def _run(m: Pass) -> None:
-    assert m.fn is not None
-    m.fn(m)
-    m._finish()
-
-
 def _by_order(m: Pass) -> int:
     return m.order
-
-
-def _never(m: Pass, key: Key) -> str:
-    where = f"{key[0]} ({'input' if key[1] == 'in' else 'output'})" if key[0] else key[1]
-    return (
-        f"{where} did not run after it was asked for in this pass (request {m.request}, step {m.step}): it is not on the path that the "
-        "model took, or it had already run when it was read"
-    )

@@ -7,71 +7,52 @@ rewritten and nothing is traced: the function is an ordinary one in a greenlet.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from greenlet import getcurrent
 
-from adapters.errors import PassedError, StaleWriteError, UnknownPointError, WriteError, at_user_line
-from adapters.layouts import Back, cut
-from adapters.points import AFTER, BEFORE, LOGITS_KEY, PER_LAYER, SAMPLED_KEY, Location
+from adapters.attributes import Module, layered, single
+from adapters.errors import (
+    InterventionError,
+    NonFiniteError,
+    PassedError,
+    StaleWriteError,
+    UnknownPointError,
+    WriteError,
+    at_user_line,
+)
+from adapters.exchange import put, spliced, take
+from adapters.modes import (
+    InferenceMode,
+    cross,
+    is_any_autocast_enabled,
+    is_grad_enabled,
+    is_inference_mode_enabled,
+    refuse_autocast,
+    set_grad_enabled,
+)
+from adapters.points import AFTER, BEFORE, PER_LAYER, SAMPLED_KEY, Location
+from adapters.recompute import Written
+from adapters.saves import copied
 
 if TYPE_CHECKING:
-    from adapters.interleave import Interleaver, Live
+    from adapters.interleave import Interleaver
+    from adapters.live import Live
     from adapters.rows import Rows
 
 Intervention = Callable[["Pass"], Any]
 
 
-class _Layered:
-    """`m.resid_post`: indexed by layer, read and written."""
-
-    __slots__ = ("_m", "_name")
-
-    def __init__(self, m: Pass, name: str) -> None:
-        self._m, self._name = m, name
-
-    def __getitem__(self, layer: int) -> Any:
-        return self._m._read(self._m._points.at(self._name, layer))
-
-    def __setitem__(self, layer: int, value: torch.Tensor) -> None:
-        self._m._write(self._m._points.at(self._name, layer), value)
-
-    def __getattr__(self, name: str) -> Any:
-        raise UnknownPointError(at_user_line(f"m.{self._name} is one per layer: write m.{self._name}[layer].{name}"))
-
-
-class _Module:
-    """`m.at(path)`: a module's first input and its output, read and written."""
-
-    __slots__ = ("_m", "_path")
-
-    def __init__(self, m: Pass, path: str) -> None:
-        self._m, self._path = m, path
-
-    @property
-    def input(self) -> Any:
-        return self._m._read(self._m._engine_location(self._path, "in"))
-
-    @input.setter
-    def input(self, value: torch.Tensor) -> None:
-        self._m._write(self._m._engine_location(self._path, "in"), value)
-
-    @property
-    def output(self) -> Any:
-        return self._m._read(self._m._engine_location(self._path, "out"))
-
-    @output.setter
-    def output(self, value: torch.Tensor) -> None:
-        self._m._write(self._m._engine_location(self._path, "out"), value)
-
-
 class Pass:
     """One request's part of one forward pass; the argument of every intervention.
 
-    Points are attributes: `m.resid_post[16]` is [tokens of this pass, d_model], live: editing it in place
-    and assigning to it both count as writes. `m.logits` is [1, vocab] and `m.sampled` [1], the row that the
-    sampler sees and the token it drew; a pass that draws no token (an early chunk of a long prompt) ends there.
+    Points are attributes: `m.resid_post[16]` is [tokens of this pass, d_model]. Editing it in place and assigning to
+    it both count as writes, until the next point is read: then the model goes on with what was left there, and the
+    tensor stays as it was. `m.logits` is [1, vocab] and `m.sampled` [1], the row that the sampler sees and the token it
+    drew; a pass that draws no token (an early chunk of a long prompt) ends where either is read.
 
     Attributes:
         step: passes of this request so far, from 0.
@@ -80,9 +61,9 @@ class Pass:
         request: the request's id.
     """
 
-    __slots__ = ("_back", "_edited", "_first", "_hub", "_il", "_index", "_key", "_loc", "_n", "_payload", "_points",
-                 "_positions", "_rank", "_rows", "_value", "_version", "fn", "is_prompt", "live", "order", "request", "state",
-                 "step", "thread")  # fmt: skip
+    __slots__ = ("_back", "_first", "_handed", "_hub", "_il", "_index", "_instead", "_key", "_loc", "_n", "_payload",
+                 "_points", "_positions", "_rank", "_rows", "_value", "_version", "fn", "is_prompt", "live", "order",
+                 "request", "state", "step", "thread")  # fmt: skip
 
     def __init__(self, il: Interleaver, live: Live, fn: Intervention | None, order: int = 0) -> None:
         self._il, self._points = il, il.points
@@ -94,10 +75,13 @@ class Pass:
         self.thread: Any = None
         self._hub: Any = None
         self._positions: torch.Tensor | None = None
-        self._value: Any = None
+        self._key: tuple[str, str] | None = None
         self._loc: Location | None = None
-        self._back: Back | None = None
-        self._edited: list[tuple[Location, torch.Tensor, int]] = []
+        self._value: Any = None
+        self._payload: Any = None
+        self._instead: Any = None
+        # What has been handed out in this pass, and at which version: an edit that comes later is an error.
+        self._handed: list[tuple[Location, Any, Any]] = []
 
     # ---- what the user calls
 
@@ -118,30 +102,41 @@ class Pass:
         """The model's tokenizer."""
         return self._il.host.tokenizer
 
-    def at(self, path: str) -> _Module:
+    def at(self, path: str) -> Module:
         """Any module by its path in the engine's model: `m.at("model.layers.3.mlp.down_proj").output`."""
-        return _Module(self, path)
+        return Module(self, path)
 
     def weight(self, path: str) -> torch.Tensor:
         """A parameter by its path, as the engine holds it."""
         return self._il.host.weight(path)
 
     def unembed(self, x: torch.Tensor) -> torch.Tensor:
-        """Residual rows [n, d_model] -> logits [n, vocab]: final norm, head, scaling and soft cap, as the model does it."""
-        return self._il.host.unembed(x)
+        """Residual rows [n, d_model] -> logits [n, vocab]: final norm, head, scaling, soft cap as in the model."""
+        return self._il.aside(self._il.host.unembed, x)
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
         """The model's final norm of residual rows [n, d_model]."""
-        return self._il.host.norm(x)
+        return self._il.aside(self._il.host.norm, x)
 
     def save(self, name: str, value: Any) -> None:
         """Keep a copy of `value` under `name`; every save of a name is kept, one entry each, in order."""
-        saves = self.live.saves
-        kept = value.detach().clone() if isinstance(value, torch.Tensor) else _copied(value)
-        if name in saves:
-            saves[name].append(kept)
+        live = self.live
+        entries = live.saves.get(name)
+        if value is self._value and not live.wrote and type(value) is torch.Tensor and value._version == self._version:
+            if entries is None:
+                live.as_read[name] = self._loc  # type: ignore[assignment]
+        elif entries is None or name in live.as_read:
+            live.as_read.pop(name, None)
+        kept = copied(value)
+        if entries is None:
+            live.saves[name] = [kept]
         else:
-            saves[name] = [kept]
+            entries.append(kept)
+
+    @property
+    def saves(self) -> Mapping[str, list[Any]]:
+        """What this request has saved so far, by name; where the body of a `trace` finds its own."""
+        return self.live.saves
 
     def stop(self) -> None:
         """End this request's generation with this pass; the token that it samples is kept."""
@@ -155,68 +150,116 @@ class Pass:
 
     # ---- how a read reaches the model
 
-    def _begin(self, index: int, rows: Rows, first: int, n: int, is_prompt: bool) -> None:
+    def _begin(self, index: int, rows: Rows, first: int, n: int, is_prompt: bool, hub: Any) -> None:
         self._index, self._rows, self._first, self._n, self.is_prompt = index, rows, first, n, is_prompt
+        self._hub = hub
         self.step += 1
-        self._positions = None
-        self._key: tuple[str, str] | None = None
+        self._positions = self._key = self._loc = self._value = None
         self._rank = -1
-        self._payload: Any = None
-        self._value = self._loc = self._back = None
-        if self._edited:
-            self._edited.clear()
 
     def _read(self, loc: Location) -> Any:
         if loc is self._loc:
             return self._value
-        if self._back is not None:
+        if self._loc is not None:
             self._settle()
         rank = loc.rank
-        if rank >= 0:
-            if rank <= self._rank:
-                raise PassedError(
-                    at_user_line(
-                        f"{loc} had already passed when it was read: the model was at {self._loc or 'a later point'}"
-                    )
-                )
-        elif self._il.is_behind(loc, self._rank):
-            raise PassedError(
-                at_user_line(
-                    f"{loc} had already passed when it was read: the model was at {self._loc or 'a later layer'}"
-                )
-            )
+        if rank < 0:
+            rank = self._il.floor(loc, self._rank)
+        elif rank <= self._rank:
+            rank = -2
         if loc.key != self._key:
-            # The hub resumes this with what the model holds there; it may have moved to another greenlet since.
-            if self._hub is None:
-                raise PassedError(at_user_line(f"{loc} was read after its pass had ended"))
-            self._il.host.attach(loc.key)
-            self._payload = self._hub.switch(loc)
+            if rank == -2:
+                raise self._passed(loc)
+            self._payload = self._go(loc)
             self._key = loc.key
-        if rank >= 0:
+        elif rank == -2 and loc.rank >= 0:
+            raise self._passed(loc)
+        if rank > self._rank:
             self._rank = rank
-        self._loc = loc
-        self._value = value = self._cut(loc)
+        value, self._back = take(loc, self._payload, self._rows, self._index, (self._first, self._n), self._il.host)
+        if self._il.grad:
+            value = _in_graph(value)
+        if self.live.check_finite:
+            self._check_finite(loc, value, "is read there")
+        self._loc, self._value = loc, value
+        self._version = value._version if type(value) is not tuple else _versions(value)
         return value
 
-    def _cut(self, loc: Location) -> Any:
-        payload = self._payload
-        if loc.key is LOGITS_KEY or loc.key is SAMPLED_KEY:
-            return self._rows.sampled(payload, self._index)
-        value, self._back = cut(loc, payload, self._rows, self._index, (self._first, self._n), self._il.host)
-        if self._back is not None:
-            self._version = value._version
-        return value
+    def _go(self, loc: Location) -> Any:
+        """Let the model go on to `loc`: the hub resumes this with what the model holds there."""
+        hub = self._hub
+        if hub is None:
+            raise PassedError(at_user_line(f"{loc} was read after its pass had ended (request {self.request})"))
+        if getcurrent() is not self.thread:
+            raise InterventionError(at_user_line(f"{loc} was read on the Pass of another request ({self.request})"))
+        self._il.host.attach(loc.key)
+        if is_any_autocast_enabled():
+            refuse_autocast()
+        if is_inference_mode_enabled():
+            return cross(hub.switch, loc)
+        grad = is_grad_enabled()
+        payload = hub.switch(loc)
+        if is_grad_enabled() is not grad:
+            set_grad_enabled(grad)
+        return payload
+
+    def _passed(self, loc: Location) -> PassedError:
+        at = self._handed[-1][0] if self._handed else "a later point"
+        return PassedError(at_user_line(f"{loc} had already passed when it was read: the model was at {at}"))
 
     def _settle(self) -> None:
-        """Write a copy back that was edited; one with a gradient always, so that the model computes with it."""
-        if self._back is None:
+        """The function moves on: the model gets what was left at the location, if that was edited."""
+        loc, value = self._loc, self._value
+        assert loc is not None
+        self._loc = self._value = None
+        version = value._version if type(value) is not tuple else _versions(value)
+        if version != self._version or self._il.grad:
+            self._edited(loc, value, version != self._version)
+        self._handed.append((loc, value, version))
+
+    def _edited(self, loc: Location, value: Any, changed: bool) -> None:
+        """Write `value` back. With gradients always: what comes after is to depend on what was handed out."""
+        live = self.live
+        if changed:
+            if live.check_finite:
+                self._check_finite(loc, value, "was written there")
+            if loc.key is SAMPLED_KEY:
+                self._check_token(value)
+            live.wrote = True
+            if live.written is not None:
+                live.written.append(Written(loc, self._first, self._n, copied(value)))
+        if self._back is not None:
+            self._write_back(value)
             return
-        value = self._value
-        if value._version != self._version or value.requires_grad:
+        splice = self._il.grad and loc.key is not SAMPLED_KEY
+        instead = (spliced if splice else put)(loc, self._payload, self._rows, self._index, value)
+        if instead is not None:
+            self._payload = self._instead = instead
+
+    def _write_back(self, value: Any) -> None:
+        assert self._back is not None
+        if self._il.inference:
+            # What the engine holds are inference tensors, which may be written in their own mode only.
+            with InferenceMode(True):
+                self._back(value)
+        else:
             self._back(value)
-        assert self._loc is not None
-        self._edited.append((self._loc, value, value._version))
-        self._back = None
+
+    def _check_finite(self, loc: Location, value: Any, what: str) -> None:
+        for x in value if type(value) is tuple else (value,):
+            if x.is_floating_point() and not bool(x.isfinite().all()):
+                bad = int((~x.isfinite()).sum())
+                raise NonFiniteError(
+                    at_user_line(
+                        f"{loc}: NaN or infinity {what}, {bad} of {x.numel()} values in shape {tuple(x.shape)} "
+                        f"(request {self.request}, step {self.step})"
+                    )
+                )
+
+    def _check_token(self, value: torch.Tensor) -> None:
+        token, vocab = int(value), self._points.dims.vocab
+        if not 0 <= token < vocab:
+            raise WriteError(at_user_line(f"sampled: token id {token} is outside the vocabulary of {vocab}"))
 
     def _write(self, loc: Location, value: torch.Tensor) -> None:
         current = self._read(loc)
@@ -231,28 +274,51 @@ class Pass:
 
     def _finish(self) -> None:
         """The function has returned: write back what is open, and refuse edits that came too late."""
-        if self._back is not None:
+        if self._loc is not None:
             self._settle()
-        for loc, total, version in self._edited:
-            if total._version != version:
+        for loc, value, version in self._handed:
+            if version != (value._version if type(value) is not tuple else _versions(value)):
                 raise StaleWriteError(
-                    f"{loc} was edited in place after the model had gone past it, so the edit took no part in this pass: "
-                    f"edit it before reading the next point, or edit a clone (request {self.request}, step {self.step})"
+                    f"{loc} was edited in place after the model had gone past it, so the edit took no part in this "
+                    "pass: edit it before reading the next point, or edit a clone "
+                    f"(request {self.request}, step {self.step})"
                 )
 
-    def _engine_location(self, path: str, side: Any) -> Location:
-        return self._il.module_location(path, side)
+    def _end(self) -> None:
+        """The pass is over for this function: nothing of the model's is held any longer."""
+        self._hub = self._loc = self._value = self._payload = self._key = None
+        self._handed.clear()
 
 
-def _copied(value: Any) -> Any:
-    """A deep copy whose tensors are detached clones."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {k: _copied(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copied(v) for v in value)
+def start(m: Pass) -> None:
+    """The greenlet of one function in one pass."""
+    try:
+        assert m.fn is not None
+        returned = m.fn(m)
+        if returned is not None and (inspect.isgenerator(returned) or inspect.isawaitable(returned)):
+            raise InterventionError(
+                f"{m.fn!r} is a generator or a coroutine function: calling it runs nothing. An intervention is a plain "
+                "function that is called once a pass"
+            )
+        m._finish()
+    finally:
+        m._end()
+
+
+def _in_graph(value: Any) -> Any:
+    """`value` with a gradient of its own; not a leaf, which could not be edited in place."""
+    if type(value) is tuple:
+        return tuple(map(_in_graph, value))
+    if not value.is_floating_point():
+        return value
+    if not value.requires_grad:
+        value = value.detach().requires_grad_().clone()
+    value.retain_grad()
     return value
+
+
+def _versions(values: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+    return tuple(v._version for v in values)
 
 
 def _check_write(loc: Location, current: torch.Tensor, value: Any) -> None:
@@ -269,21 +335,7 @@ def _check_write(loc: Location, current: torch.Tensor, value: Any) -> None:
             )
 
 
-def _layered(name: str) -> property:
-    return property(lambda m: _Layered(m, name), doc=f"`m.{name}[layer]`: read and written by layer.")
-
-
-def _single(name: str) -> property:
-    def read(m: Pass) -> Any:
-        return m._read(m._points.at(name))
-
-    def write(m: Pass, value: torch.Tensor) -> None:
-        m._write(m._points.at(name), value)
-
-    return property(read, write, doc=f"`m.{name}`: one a pass, read and written.")
-
-
 for _name in PER_LAYER:
-    setattr(Pass, _name, _layered(_name))
+    setattr(Pass, _name, layered(_name))
 for _name in (*BEFORE, *AFTER):
-    setattr(Pass, _name, _single(_name))
+    setattr(Pass, _name, single(_name))

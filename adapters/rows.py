@@ -1,4 +1,8 @@
-"""Which rows of a batch or a packed slab belong to which request, for one forward pass."""
+"""Which rows of a batch or a packed slab belong to which request, for one forward pass.
+
+`of` is a live view of request `i`'s rows, `copy` the same rows as a tensor of their own; `sampled` is its row of what
+the sampler sees.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,15 @@ from typing import Protocol
 
 import torch
 
+_narrow_copy = torch.narrow_copy  # one operator instead of a slice and a clone: half of their cost
+
 
 class Rows(Protocol):
-    """`of` is request `i`'s rows of a tensor of this pass, `sampled` its row of what the sampler sees; both are views."""
+    """Every backend's answer to "whose rows are these"."""
 
     def of(self, x: torch.Tensor, i: int) -> torch.Tensor: ...
+
+    def copy(self, x: torch.Tensor, i: int) -> torch.Tensor: ...
 
     def sampled(self, x: torch.Tensor, i: int) -> torch.Tensor: ...
 
@@ -20,17 +28,36 @@ class Rows(Protocol):
 class Slab:
     """An engine that packs requests one after another: request `i` owns rows `starts[i]` to `starts[i + 1]`.
 
-    >>> Slab([0, 3, 4]).of(torch.arange(6)[:, None], 0).shape
+    `padded` is how many rows the engine computes, where that is more than the requests own.
+
+    >>> Slab([0, 3, 4]).of(torch.arange(4)[:, None], 0).shape
     torch.Size([3, 1])
+    >>> Slab([0, 3, 4]).copy(torch.arange(4)[:, None], 1)
+    tensor([[3]])
     """
 
     starts: list[int]
+    padded: int = 0
 
     def of(self, x: torch.Tensor, i: int) -> torch.Tensor:
+        self._check(x)
         return x[self.starts[i] : self.starts[i + 1]]
+
+    def copy(self, x: torch.Tensor, i: int) -> torch.Tensor:
+        self._check(x)
+        start = self.starts[i]
+        return _narrow_copy(x, 0, start, self.starts[i + 1] - start)
 
     def sampled(self, x: torch.Tensor, i: int) -> torch.Tensor:
         return x[i : i + 1] if x.dim() != 2 or x.dtype.is_floating_point else x[i]
+
+    def _check(self, x: torch.Tensor) -> None:
+        rows = x.size(0) if x.dim() else 0
+        if rows != self.starts[-1] and rows != self.padded:
+            raise ValueError(
+                f"cannot tell the requests apart in a tensor of shape {tuple(x.shape)}: this pass packs "
+                f"{len(self.starts) - 1} requests into {self.starts[-1]} rows, which should be its first axis"
+            )
 
 
 @dataclass(frozen=True)
@@ -48,14 +75,44 @@ class Batch:
     pads: list[int]
 
     def of(self, x: torch.Tensor, i: int) -> torch.Tensor:
-        if x.dim() >= 2 and x.shape[0] == self.size and x.shape[1] == self.tokens:
-            return x[i, self.pads[i] :]
-        if x.shape[0] == self.size * self.tokens:
-            return x.view(self.size, self.tokens, *x.shape[1:])[i, self.pads[i] :]
-        raise ValueError(
-            f"cannot tell the requests apart in a tensor of shape {tuple(x.shape)}: this pass has {self.size} requests of "
-            f"{self.tokens} tokens, so its first axes should be ({self.size}, {self.tokens}) or ({self.size * self.tokens},)"
-        )
+        if x.dim() >= 2 and x.size(0) == self.size and x.size(1) == self.tokens:
+            rows = x[i]
+        elif x.dim() and x.size(0) == self.size * self.tokens:
+            rows = x.view(self.size, self.tokens, *x.shape[1:])[i]
+        else:
+            raise ValueError(
+                f"cannot tell the requests apart in a tensor of shape {tuple(x.shape)}: this pass has {self.size} "
+                f"requests of {self.tokens} tokens, so its first axes should be ({self.size}, {self.tokens}) or "
+                f"({self.size * self.tokens},)"
+            )
+        pad = self.pads[i]
+        return rows[pad:] if pad else rows
+
+    def copy(self, x: torch.Tensor, i: int) -> torch.Tensor:
+        return self.of(x, i).clone()
 
     def sampled(self, x: torch.Tensor, i: int) -> torch.Tensor:
         return x[i : i + 1]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows `lo` to `hi` of a request's rows in this pass: what is left for an intervention of a pass that computes some
+    of them again, and what is not.
+
+    >>> Part(Slab([0, 5]), 3, 5).of(torch.arange(5), 0)
+    tensor([3, 4])
+    """
+
+    whole: Rows
+    lo: int
+    hi: int
+
+    def of(self, x: torch.Tensor, i: int) -> torch.Tensor:
+        return self.whole.of(x, i)[self.lo : self.hi]
+
+    def copy(self, x: torch.Tensor, i: int) -> torch.Tensor:
+        return self.of(x, i).clone()
+
+    def sampled(self, x: torch.Tensor, i: int) -> torch.Tensor:
+        return self.whole.sampled(x, i)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 import torch
 
 from adapters.errors import LoadError
 from adapters.intervention import Intervention, Pass
 from adapters.points import Location, Points
+from adapters.prompts import Prompt, prompts_of
 from adapters.sampling import Sampling
+from adapters.saves import joined
 from adapters.trace import steps_of, trace_of
-
-Prompt = str | Sequence[int]
 
 
 @dataclass(repr=False)
@@ -45,14 +45,14 @@ class Output:
     def __repr__(self) -> str:
         kept = ", ".join(f"{name} x{len(entries)}" for name, entries in self.saves.items()) or "nothing"
         ended = f", error={self.error!r}" if self.error is not None else ", stopped" if self.stopped else ""
-        return f"Output({self.request}: {len(self.prompt_token_ids)} + {len(self.token_ids)} tokens, {self.text!r}, saved {kept}{ended})"
+        tokens = f"{len(self.prompt_token_ids)} + {len(self.token_ids)} tokens"
+        return f"Output({self.request}: {tokens}, {self.text!r}, saved {kept}{ended})"
 
     def cat(self, name: str) -> torch.Tensor:
         """All saves of `name` joined along their first axis; scalars are stacked."""
         if name not in self.saves:
             raise KeyError(f"nothing was saved under {name!r}; saved: {', '.join(sorted(self.saves)) or 'nothing'}")
-        kept = [s if isinstance(s, torch.Tensor) else torch.as_tensor(s) for s in self.saves[name]]
-        return torch.stack(kept) if kept[0].dim() == 0 else torch.cat(kept) if len(kept) > 1 else kept[0]
+        return joined(self.saves[name])
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,29 @@ class Ask:
     sampling: Sampling
     fns: tuple[Intervention, ...]
     body: Any = None
+    check_finite: bool = False
+    grad: bool = False
+
+    @property
+    def work(self) -> bool:
+        """Whether any intervention takes part."""
+        return bool(self.fns) or self.body is not None
 
 
 class Engine(Protocol):
-    """What a backend offers to the runtime."""
+    """What a backend offers to the runtime.
+
+    Attributes:
+        in_process: whether the model runs in this process, which `trace` and `steps` need.
+        gradients: whether it can run with gradients.
+        max_tokens: how many tokens a request may have, prompt and new; None where the model sets no limit.
+    """
 
     points: Points
     tokenizer: Any
     in_process: bool
+    gradients: bool
+    max_tokens: int | None
 
     def run(self, asks: Sequence[Ask]) -> list[Output]: ...
 
@@ -90,6 +105,7 @@ class Runtime:
         self.engine = engine
         self._installed: dict[str, Intervention] = {}
         self._count = 0
+        self._closed = False
 
     def __enter__(self) -> Runtime:
         return self
@@ -108,46 +124,60 @@ class Runtime:
         ignore_eos: bool = False,
         edits: Sequence[str] | None = None,
         on_error: Literal["raise", "return"] = "raise",
+        check_finite: bool = False,
+        grad: bool = False,
     ) -> list[Output]:
         """Generate from every prompt at once, with `intervention` called once per forward pass of each request.
 
         Args:
             prompts: text or token ids, one or a list of them.
             intervention: one function for all prompts, or a list with one (or None) per prompt.
-            edits: names of installed interventions to use; None is all of them, [] none. They run before `intervention`.
-            on_error: an intervention's error ends its own request only. "raise" raises the first one after the others have
-                finished, with all outputs in its `outputs` attribute; "return" leaves it in `Output.error`.
+            edits: names of installed interventions to use; None is all of them, [] none. They run before
+                `intervention`.
+            on_error: an intervention's error ends its own request only. "raise" raises the first one after the others
+                have finished, with all outputs in its `outputs` attribute; "return" leaves it in `Output.error`.
+            check_finite: whether a read or a write that holds NaN or infinity is an error.
+            grad: whether reads are part of autograd's graph, so that `.grad` of what was read is there after a
+                `backward()` inside the intervention. Each prompt is then computed alone; `max_new_tokens` must be 1.
 
         Returns one Output per prompt, in order.
         """
-        asked = self._prompts(prompts)
-        own = self._own(intervention, len(asked))
+        if on_error not in ("raise", "return"):
+            raise ValueError(f"on_error={on_error!r}: there are 'raise' and 'return'")
+        asked = self._prompts(prompts, max_new_tokens)
+        own = _one_each(intervention, len(asked))
         shared = self._edits(edits)
-        stops = () if ignore_eos else self._eos()
-        sampling = Sampling(max_new_tokens, temperature, seed, stops)
+        sampling = Sampling(max_new_tokens, temperature, seed, () if ignore_eos else self._eos())
+        if grad:
+            self._check_grad(max_new_tokens)
         asks = [
-            Ask(self._next_id(), ids, sampling, (*shared, *((f,) if f else ())))
+            Ask(self._next_id(), ids, sampling, (*shared, *((f,) if f else ())), None, check_finite, grad)
             for ids, f in zip(asked, own, strict=True)
         ]
         outputs = self.engine.run(asks)
-        failed = next((o.error for o in outputs if o.error is not None), None)
-        if failed is not None and on_error == "raise":
-            failed.outputs = outputs  # type: ignore[attr-defined]
-            raise failed
+        if on_error == "raise":
+            _raise_first(outputs)
         return outputs
 
     @contextmanager
     def trace(self, prompt: Prompt, *, grad: bool = False) -> Iterator[Pass]:
-        """One forward pass with the body of the `with` as its intervention: ordinary code with live tensors."""
-        with trace_of(self.engine, self._ask(prompt, 1), grad=grad) as m:
+        """One forward pass with the body of the `with` as its intervention: ordinary code with live tensors.
+
+        With `grad`, what the body reads is part of autograd's graph, and `.grad` of it is there after a `backward()`.
+        """
+        if grad:
+            self._check_grad(1)
+        with trace_of(self.engine, self._ask(prompt, 1, grad)) as m:
             yield m
 
     def steps(self, prompt: Prompt, *, max_new_tokens: int = 16) -> Iterator[Pass]:
         """A generation as a loop: the body runs inside each forward pass in turn."""
-        return steps_of(self.engine, self._ask(prompt, max_new_tokens))
+        return steps_of(self.engine, self._ask(prompt, max_new_tokens, False))
 
     def install(self, intervention: Intervention, *, name: str) -> None:
         """Leave `intervention` on the engine for every later request, after those already installed."""
+        if not callable(intervention):
+            raise TypeError(f"an intervention is a function of one argument, not {intervention!r}")
         if name in self._installed:
             raise ValueError(f"an intervention named {name!r} is already installed; remove({name!r}) takes it off")
         self._installed[name] = intervention
@@ -173,8 +203,10 @@ class Runtime:
         return self.engine.tokenizer
 
     def close(self) -> None:
-        """Free the engine; hooks and patches are gone after it."""
-        self.engine.close()
+        """Free the engine; hooks and patches are gone after it. Closing twice is fine."""
+        if not self._closed:
+            self._closed = True
+            self.engine.close()
 
     # ---- reading arguments
 
@@ -182,44 +214,31 @@ class Runtime:
         self._count += 1
         return f"tapgrid-{self._count}"
 
-    def _ask(self, prompt: Prompt, max_new_tokens: int) -> Ask:
+    def _ask(self, prompt: Prompt, max_new_tokens: int, grad: bool) -> Ask:
         if not self.engine.in_process:
             raise LoadError("trace() and steps() need the engine in this process; use run() with a function instead")
-        return Ask(
-            self._next_id(), self._ids(prompt), Sampling(max_new_tokens, stop_token_ids=self._eos()), self._edits(None)
-        )
+        asked = self._prompts(prompt, max_new_tokens)
+        if len(asked) > 1:
+            raise ValueError(f"trace() and steps() take one prompt, not {len(asked)}: run() takes many")
+        sampling = Sampling(max_new_tokens, stop_token_ids=self._eos())
+        return Ask(self._next_id(), asked[0], sampling, self._edits(None), grad=grad)
 
-    def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[tuple[int, ...]]:
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            return [self._ids(cast(Prompt, prompts))]
-        return [self._ids(p) for p in cast(Sequence[Prompt], prompts)]
+    def _prompts(self, prompts: Prompt | Sequence[Prompt], max_new_tokens: int) -> list[tuple[int, ...]]:
+        if self._closed:
+            raise LoadError("this runtime is closed: load() another")
+        engine = self.engine
+        return prompts_of(prompts, engine.tokenizer, engine.points.dims.vocab, engine.max_tokens, max_new_tokens)
 
-    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("this model has no tokenizer: give prompts as token ids")
-            prompt = self.tokenizer(prompt)["input_ids"]
-        ids = tuple(int(t) for t in prompt)
-        vocab = self.engine.points.dims.vocab
-        bad = next((t for t in ids if not 0 <= t < vocab), None)
-        if not ids or bad is not None:
-            raise ValueError(
-                "a prompt needs at least one token"
-                if not ids
-                else f"token id {bad} is outside the vocabulary of {vocab}"
-            )
-        return ids
-
-    def _own(self, given: Intervention | Sequence[Intervention | None] | None, n: int) -> list[Intervention | None]:
-        if given is None or callable(given):
-            return [given] * n
-        if len(given) != n:
-            raise ValueError(f"{len(given)} interventions for {n} prompts: give one for all, or one per prompt")
-        return list(given)
+    def _check_grad(self, max_new_tokens: int) -> None:
+        if not self.engine.gradients:
+            raise LoadError("this engine computes no gradients: load(..., engine='hf') with the eager backend does")
+        if max_new_tokens != 1:
+            raise ValueError(f"grad=True is one forward pass: max_new_tokens=1, not {max_new_tokens}")
 
     def _edits(self, names: Sequence[str] | None) -> tuple[Intervention, ...]:
         if names is None:
             return tuple(self._installed.values())
+        names = [names] if isinstance(names, str) else names
         missing = [n for n in names if n not in self._installed]
         if missing:
             raise KeyError(f"edits={missing}: not installed; installed: {', '.join(self._installed) or 'none'}")
@@ -228,3 +247,29 @@ class Runtime:
     def _eos(self) -> tuple[int, ...]:
         eos: Any = getattr(self.engine, "eos_token_id", None)
         return () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+
+
+def _one_each(
+    given: Intervention | Sequence[Intervention | None] | None, prompts: int
+) -> Sequence[Intervention | None]:
+    if given is None or callable(given):
+        return [given] * prompts
+    if len(given) != prompts:
+        raise ValueError(f"{len(given)} interventions for {prompts} prompts: give one for all, or one per prompt")
+    odd = next((f for f in given if f is not None and not callable(f)), None)
+    if odd is not None:
+        raise TypeError(f"an intervention is a function of one argument, not {odd!r}")
+    return given
+
+
+def _raise_first(outputs: list[Output]) -> None:
+    """Raise the first error of a run, with all outputs on it."""
+    failed = next((o.error for o in outputs if o.error is not None), None)
+    if failed is None:
+        return
+    failed.outputs = outputs  # type: ignore[attr-defined]
+    try:
+        raise failed
+    finally:
+        # The traceback holds this frame: without its locals there is one cycle less to wait for the collector.
+        del failed, outputs

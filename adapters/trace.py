@@ -15,56 +15,50 @@ from greenlet import getcurrent, greenlet
 
 from adapters.errors import LoadError
 from adapters.intervention import Pass
+from adapters.modes import cross
 
 if TYPE_CHECKING:
     from adapters.runtime import Ask, Engine
 
 
 @contextmanager
-def trace_of(engine: Engine, ask: Ask, *, grad: bool) -> Iterator[Pass]:
+def trace_of(engine: Engine, ask: Ask) -> Iterator[Pass]:
     """One forward with the body of the `with` inside it."""
-    if grad:
-        raise LoadError("trace(grad=True) is not available yet on this engine")
-    model = _model(engine, ask)
-    m = _start(model)
+    model, m = _start(engine, ask)
     try:
         yield m
-    except BaseException:
-        _drain(model, m)
-        raise
-    _pass_done(model, m)
-    _drain(model, m)
-
-
-def steps_of(engine: Engine, ask: Ask) -> Iterator[Pass]:
-    """A generation, one pass an iteration; leaving the loop early ends the generation with that pass."""
-    model = _model(engine, ask)
-    m = _start(model)
-    try:
-        while not model.dead:
-            yield m
-            _pass_done(model, m)
+        _finish_pass(model, m)
     finally:
         _drain(model, m)
 
 
-def _model(engine: Engine, ask: Ask) -> Any:
-    body = getcurrent()
-    return greenlet(lambda: engine.run([replace(ask, body=body)]), body)
+def steps_of(engine: Engine, ask: Ask) -> Iterator[Pass]:
+    """A generation, one pass an iteration; leaving the loop early ends the generation with that pass."""
+    model, m = _start(engine, ask)
+    try:
+        while not model.dead:
+            yield m
+            _finish_pass(model, m)
+    finally:
+        _drain(model, m)
 
 
-def _start(model: Any) -> Pass:
+def _start(engine: Engine, ask: Ask) -> tuple[Any, Pass]:
     """Run the model to the start of its first pass."""
-    m = model.switch()
+    body = getcurrent()
+    model = greenlet(lambda: engine.run([replace(ask, body=body)]), body)
+    m = cross(model.switch)
     if not isinstance(m, Pass):
+        _raise_failure(m)
         raise LoadError("the engine finished without a pass")
-    return m
+    return model, m
 
 
-def _pass_done(model: Any, m: Pass) -> None:
+def _finish_pass(model: Any, m: Pass) -> None:
     m._finish()
+    m._end()
     if not model.dead:
-        _raise_failure(model.switch(None))
+        _raise_failure(cross(model.switch, None))
 
 
 def _raise_failure(result: Any) -> None:
@@ -77,7 +71,7 @@ def _raise_failure(result: Any) -> None:
 
 def _drain(model: Any, m: Pass) -> None:
     """Let the model finish its pass without the body, so that the engine is left whole."""
+    m._end()
     m.live.stopped = True
     while not model.dead:
-        model.switch(None)
-    m._hub = None
+        cross(model.switch, None)

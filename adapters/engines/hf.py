@@ -1,4 +1,4 @@
-"""The `transformers` engine: its own generation loop, so that a pass, its rows and its sampled token are in plain sight."""
+"""The `transformers` engine: our own generation loop, so that a pass, its rows and its token are in plain sight."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 
 from adapters.eager import Hooks
 from adapters.errors import LoadError
-from adapters.interleave import Interleaver, Job, Key, Live
+from adapters.interleave import Interleaver, Key
 from adapters.layouts import finished
+from adapters.live import Job, Live
 from adapters.points import LOGITS_KEY, SAMPLED_KEY, Location, Points, dimensions, family_of
 from adapters.rows import Batch
 from adapters.runtime import Ask, Output
@@ -27,17 +28,31 @@ class Row:
     prompt: tuple[int, ...]
     sampling: Sampling
     new: list[int] = field(default_factory=list)
+    computed: int = 0
 
     @property
     def done(self) -> bool:
         return self.live.ended or len(self.new) >= self.sampling.max_new_tokens or self.sampling.ends(self.new)
+
+    def job(self, index: int, tokens: int) -> Job:
+        return Job(self.live, index, self.computed, tokens, self.computed < len(self.prompt))
+
+    def passed(self, tokens: int, token: int) -> None:
+        """A pass is over. What stopped itself keeps its token; what failed does not."""
+        self.computed += tokens
+        if self.live.error is None:
+            self.new.append(token)
+
+    def output(self, tokenizer: Any) -> Output:
+        live = self.live
+        return Output(live.id, self.prompt, tuple(self.new), live.saves, live.error, live.stopped, tokenizer)
 
 
 class HFEngine:
     """A `transformers` causal language model in this process, in eager mode."""
 
     in_process = True
-    copies = False
+    copies = True
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model, self.tokenizer = model, tokenizer
@@ -47,6 +62,12 @@ class HFEngine:
         self.il = Interleaver(self)
         self.running = False
         self.eos_token_id = model.generation_config.eos_token_id
+        self.max_tokens: int | None = getattr(config, "max_position_embeddings", None)
+
+    @property
+    def gradients(self) -> bool:
+        """A compiled model's taps are no part of autograd's graph."""
+        return isinstance(self.hooks, Hooks)
 
     # ---- what interventions borrow (interleave.Host)
 
@@ -68,71 +89,79 @@ class HFEngine:
     # ---- generation
 
     def run(self, asks: Sequence[Ask]) -> list[Output]:
-        batch = [Row(self.il.live(a.id, a.fns, a.body), a.prompt, a.sampling) for a in asks]
-        self.generate(batch)
-        return [
-            Output(r.live.id, r.prompt, tuple(r.new), r.live.saves, r.live.error, r.live.stopped, self.tokenizer)
-            for r in batch
-        ]
-
-    def generate(self, batch: Sequence[Row], *, grad: bool = False) -> None:
-        """Run a batch to its end: greedy or sampled, each sequence to its own length; fills `new` and the live requests."""
         if self.running:
             raise LoadError("this engine is already inside a run: an intervention cannot start another one on it")
-        self.running = True
+        grad = any(a.grad for a in asks)
+        batch = [Row(self.il.live(a.id, a.fns, a.body, a.check_finite), a.prompt, a.sampling) for a in asks]
+        self.running, self.il.grad = True, grad
         try:
             with torch.set_grad_enabled(grad):
-                self._generate(batch)
+                # Losses of one batch would share a graph, which the first backward frees: with gradients, one by one.
+                for together in [[row] for row in batch] if grad else [batch]:
+                    self._generate(together)
         finally:
-            self.running = False
             self.il.abandon()
             self.hooks.clear()
+            self.running = self.il.grad = False
+            for row in batch:
+                row.live.close()
+        return [row.output(self.tokenizer) for row in batch]
 
     def _generate(self, batch: Sequence[Row]) -> None:
+        """Run a batch to its end, each sequence to its own length; fills `new` and the live requests."""
         device = self.model.device
         longest = max(len(s.prompt) for s in batch)
         pads = [longest - len(s.prompt) for s in batch]
         ids = torch.tensor([[0] * p + list(s.prompt) for p, s in zip(pads, batch, strict=True)], device=device)
-        padded = any(pads)
-        mask = torch.tensor([[0] * p + [1] * (longest - p) for p in pads], device=device) if padded else None
+        mask = torch.tensor([[0] * p + [1] * (longest - p) for p in pads], device=device) if any(pads) else None
         positions = (
             (mask.cumsum(-1) - 1).clamp(min=0) if mask is not None else torch.arange(longest, device=device)[None]
         )
-        cache, first, il = None, [0] * len(batch), self.il
+        cache = self._cache(len(batch), longest + max(s.sampling.max_new_tokens for s in batch))
         generators = [s.sampling.generator() for s in batch]
         while True:
-            tokens = ids.shape[1]
-            rows = Batch(len(batch), tokens, pads if cache is None else [0] * len(batch))
-            prompt = cache is None
-            running = {i for i, s in enumerate(batch) if not s.done}
-            jobs = [
-                Job(s.live, i, first[i], tokens - (pads[i] if prompt else 0), prompt)
-                for i, s in enumerate(batch)
-                if s.live.passes and i in running
-            ]
-            il.begin(rows, jobs)
-            out = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
-                             logits_to_keep=1)  # fmt: skip
-            cache = out.past_key_values
-            logits = out.logits[:, -1]
-            il.visit(LOGITS_KEY, logits)
-            drawn = draw(logits, [s.sampling for s in batch], generators)
-            il.visit(SAMPLED_KEY, drawn)
-            il.end()
-            chosen = drawn.tolist()
-            for i, s in enumerate(batch):
-                if i not in running:
-                    continue
-                # What stopped itself keeps the token of this pass; what failed does not.
-                if s.live.error is None:
-                    s.new.append(chosen[i])
-                first[i] += tokens - (pads[i] if prompt else 0)
-            if all(s.done for s in batch):
+            # Rows that have ended go on as padding: nobody is given them.
+            running = [i for i, s in enumerate(batch) if not s.done]
+            if not running:
                 return
-            ids = drawn[:, None]
-            positions = positions[:, -1:] + 1
+            jobs = [batch[i].job(i, ids.shape[1] - pads[i]) for i in running if batch[i].live.passes]
+            self.il.begin(Batch(len(batch), ids.shape[1], pads), jobs)
+            logits, cache = self._forward(ids, mask, positions, cache)
+            drawn = self._draw(logits, batch, generators)
+            chosen = drawn.tolist()
+            for i in running:
+                batch[i].passed(ids.shape[1] - pads[i], chosen[i])
+            ids, pads, positions = drawn[:, None], [0] * len(batch), positions[:, -1:] + 1
             if mask is not None:
                 mask = torch.cat([mask, mask.new_ones(len(batch), 1)], 1)
+
+    def _draw(self, logits: torch.Tensor, batch: Sequence[Row], generators: Sequence[Any]) -> torch.Tensor:
+        """The end of a pass: interventions see the logits, then the tokens that were drawn."""
+        il = self.il
+        instead = il.visit(LOGITS_KEY, logits)
+        drawn = draw(logits if instead is None else instead, [s.sampling for s in batch], generators)
+        il.visit(SAMPLED_KEY, drawn)
+        il.end()
+        if il.interrupt is not None:
+            interrupt, il.interrupt = il.interrupt, None
+            raise interrupt
+        return drawn
+
+    def _cache(self, batch: int, tokens: int) -> Any:
+        """The key-value cache of a batch that grows to `tokens`; None lets the model make its own."""
+        return None
+
+    def _forward(self, ids: Any, mask: Any, positions: Any, cache: Any) -> tuple[torch.Tensor, Any]:
+        """One forward: the last position's logits [batch, vocab], and the cache."""
+        out = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1], out.past_key_values
 
     def declared(self) -> list[Location]:
         return []
@@ -149,6 +178,7 @@ class HFEngine:
     def close(self) -> None:
         self.hooks.clear()
         self.model = None
+        self.hooks = Hooks(torch.nn.Module())
 
 
 def load_hf(

@@ -1,16 +1,17 @@
-"""The client's side of the vLLM engine: boots it with our worker, sends interventions with their requests, collects saves."""
+"""The client's side of the vLLM engine: boots it with our worker, sends interventions, collects their saves."""
 
 from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 from adapters.engines.settings import environment, vllm_arguments
+from adapters.engines.versions import check_arguments, check_version
+from adapters.engines.wire import Carried, Kept
 from adapters.errors import LoadError
 from adapters.points import Location, Points, dimensions, family_of
 from adapters.runtime import Ask, Output
@@ -21,50 +22,55 @@ WORKER = "adapters.engines.vllm_worker.Worker"
 # The key of the declared taps in `additional_config`. It is part of the compile cache's key, which the worker class is
 # not: without it a tapped engine would load an untapped artifact and no tap would ever fire.
 TAPS = "tapgrid_taps"
+# The key under which a request carries its interventions in `SamplingParams.extra_args`.
+EXTRA = "tapgrid"
 
 
 class VLLMEngine:
     """vLLM with our worker class; one step loop of our own, so that a request can be ended from inside."""
 
-    def __init__(self, llm: Any, arguments: dict[str, Any]) -> None:
-        self.arguments = arguments
+    gradients = False
+
+    def __init__(self, llm: Any, arguments: dict[str, Any], host: Any) -> None:
         from vllm.sampling_params import RequestOutputKind
 
-        self.llm, self.core = llm, llm.llm_engine
+        self.llm, self.core, self.arguments = llm, llm.llm_engine, arguments
+        # The worker's side, where it lives in this process.
+        self.host, self.in_process = host, host is not None
+        self.running = False
         self._final = RequestOutputKind.FINAL_ONLY
         config = self.core.model_config
         self.points = Points(family_of(config.hf_text_config.model_type), "vllm", dimensions(config.hf_text_config))
         self.tokenizer = None if config.skip_tokenizer_init else llm.get_tokenizer()
         generation = config.try_get_generation_config()
         self.eos_token_id = generation.get("eos_token_id", getattr(config.hf_text_config, "eos_token_id", None))
+        self.max_tokens: int | None = config.max_model_len
         self.caching = bool(self.core.vllm_config.cache_config.enable_prefix_caching)
-        self.in_process = (
-            os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
-            and self.core.vllm_config.parallel_config.world_size == 1
-        )
-        self.host: Any = None
-        if self.in_process:
-            from adapters.engines.vllm_worker import WORKERS
-
-            self.host = WORKERS[-1].tapgrid
 
     def run(self, asks: Sequence[Ask]) -> list[Output]:
-        ids = self._submit(asks)
-        final = self._serve(ids)
-        carried = [id for id, a in zip(ids, asks, strict=True) if a.fns or a.body is not None]
-        kept = dict(zip(carried, self._collect(carried), strict=True)) if carried else {}
-        return [self._output(id, a, final[id], kept.get(id)) for id, a in zip(ids, asks, strict=True)]
+        if self.running:
+            raise LoadError("this engine is already inside a run: an intervention cannot start another one on it")
+        ids: dict[str, Ask] = {}
+        self.running = True
+        try:
+            self._submit(asks, ids)
+            final = self._serve(ids)
+        except BaseException:
+            self.core.abort_request(list(ids), internal=True)
+            self._collect(ids)
+            raise
+        finally:
+            self.running = False
+        kept = self._collect(ids)
+        return [self._output(a, final.get(id, ()), kept.get(id)) for id, a in ids.items()]
 
-    def _submit(self, asks: Sequence[Ask]) -> list[str]:
+    def _submit(self, asks: Sequence[Ask], ids: dict[str, Ask]) -> None:
+        """Hand every request to the engine; fills `ids` as it goes, so that what was handed over can be taken back."""
         from vllm import SamplingParams
 
-        pickled: dict[tuple[Any, ...], bytes] = {}
-        ids = []
+        packed: dict[Any, bytes] = {}
         for a in asks:
-            work = bool(a.fns) or a.body is not None
-            if work and a.fns not in pickled:
-                pickled[a.fns] = cloudpickle.dumps(a.fns)
-            s = a.sampling
+            s, carried = a.sampling, self._carried(a, packed)
             params = SamplingParams(
                 temperature=s.temperature,
                 seed=s.seed,
@@ -73,57 +79,77 @@ class VLLMEngine:
                 stop_token_ids=list(s.stop_token_ids),
                 detokenize=False,
                 output_kind=self._final,
-                extra_args={"tapgrid": pickled[a.fns]} if work else None,
+                extra_args=None if carried is None else {EXTRA: carried},
                 # What a cache would have hidden is recomputed, and what an edit leaves in it nobody else may read.
-                skip_reading_prefix_cache=True if work and self.caching else None,
+                skip_reading_prefix_cache=True if carried is not None and self.caching else None,
             )
             prompt: dict[str, Any] = {"prompt_token_ids": list(a.prompt)}
-            if work and self.caching:
+            if carried is not None and self.caching:
                 prompt["cache_salt"] = a.id
-            if a.body is not None:
-                from adapters.engines.vllm_worker import BODIES
+            ids[self.core.add_request(a.id, prompt, params)] = a
 
-                BODIES[a.id] = a.body
-            ids.append(self.core.add_request(a.id, prompt, params))
-        return ids
+    def _carried(self, ask: Ask, packed: dict[Any, bytes]) -> str | bytes | None:
+        """What goes along with a request: the name of what lies ready in this process, or bytes; None without work."""
+        if not ask.work:
+            return None
+        if self.host is not None:
+            self.host.carried[ask.id] = Carried(ask.fns, ask.check_finite, ask.body)
+            return ask.id
+        same = (*map(id, ask.fns), ask.check_finite)
+        if same not in packed:
+            packed[same] = Carried(ask.fns, ask.check_finite).packed()
+        return packed[same]
 
-    def _serve(self, ids: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    def _serve(self, ids: Mapping[str, Ask]) -> dict[str, tuple[int, ...]]:
         """Step the engine until every request has ended; new token ids by internal id."""
-        core, ended = self.core, self.host.ended if self.host is not None else ()
+        core, host = self.core, self.host
         by_name = {id.rsplit("-", 1)[0]: id for id in ids}
         final: dict[str, tuple[int, ...]] = {}
         while core.has_unfinished_requests():
             for out in core.step():
                 if out.finished and out.request_id in by_name:
                     final[by_name[out.request_id]] = tuple(out.outputs[0].token_ids)
-            if ended:
-                self._end_early(ended, final)
+            if host is not None and host.ended:
+                if host.il.interrupt is not None:
+                    interrupt, host.il.interrupt = host.il.interrupt, None
+                    raise interrupt
+                self._end_early(host.ended, final)
         return final
 
-    def _end_early(self, ended: set[str], final: dict[str, tuple[int, ...]]) -> None:
+    def _end_early(self, ended: dict[str, int], final: dict[str, tuple[int, ...]]) -> None:
+        """Abort requests that ended themselves, once the tokens that they keep have come out of the engine."""
         states = self.core.output_processor.request_states
-        for id in list(ended):
-            if id in states:
-                final[id] = tuple(states[id].detokenizer.output_token_ids)
+        for id, keeps in list(ended.items()):
+            if id not in states:
+                continue
+            tokens = states[id].detokenizer.output_token_ids
+            if len(tokens) >= keeps:
+                final[id] = tuple(tokens)
                 self.core.abort_request([id], internal=True)
-        ended.clear()
 
-    def _collect(self, ids: list[str]) -> list[Any]:
+    def _collect(self, ids: Mapping[str, Ask]) -> dict[str, Kept]:
+        """What every request with work left."""
+        carried = [id for id, a in ids.items() if a.work]
+        if not carried:
+            return {}
         if self.host is not None:
-            found: list[Any] = self.host.collect(ids, packed=False)
-            return found
-        from adapters.engines.vllm_worker import split
+            found = self.host.collect(carried, packed=False)
+        else:
+            answers = self.llm.collective_rpc("tapgrid_collect", args=(carried,))[0]
+            found = [kept and kept.unpacked() for kept in pickle.loads(answers)]
+        return {id: kept for id, kept in zip(carried, found, strict=True) if kept is not None}
 
-        answers = pickle.loads(self.llm.collective_rpc("tapgrid_collect", args=(ids,))[0])
-        return [f and (split(f[0]), f[1] and cloudpickle.loads(f[1]), f[2]) for f in answers]
-
-    def _output(self, id: str, ask: Ask, tokens: tuple[int, ...], kept: Any) -> Output:
-        if (ask.fns or ask.body is not None) and kept is None:
+    def _output(self, ask: Ask, tokens: tuple[int, ...], kept: Kept | None) -> Output:
+        if not ask.work:
+            return Output(ask.id, ask.prompt, tokens, tokenizer=self.tokenizer)
+        if kept is None:
             raise LoadError(
-                f"request {ask.id} carried an intervention and the worker never saw it: is another plugin replacing the worker class?"
+                f"request {ask.id} carried an intervention and the worker never saw it: "
+                "is another plugin replacing the worker class?"
             )
-        saves, error, stopped = kept or ({}, None, False)
-        return Output(ask.id, ask.prompt, tokens, saves, error, stopped, self.tokenizer)
+        # An engine in another process learns late that a request has ended: what came after is not its own.
+        own = tokens[: kept.tokens] if kept.stopped or kept.error is not None else tokens
+        return Output(ask.id, ask.prompt, own, kept.saves, kept.error, kept.stopped, self.tokenizer)
 
     def declared(self) -> list[Location]:
         return declared((self.arguments.get("additional_config") or {}).get(TAPS, ()), self.points)
@@ -150,23 +176,36 @@ def load_vllm(
 
     `overrides` are keyword arguments of `vllm.LLM`.
     """
+    check_arguments(overrides)
     settings = settings or Settings(dtype=dtype)
-    for name, value in environment(settings).items():
-        os.environ.setdefault(name, value)
-    try:
-        from vllm import LLM
-    except ImportError as missing:
-        raise LoadError(f"engine='vllm' needs vLLM, which does not import here: {missing}") from missing
-    refused = {
-        "pipeline_parallel_size": lambda v: v not in (None, 1),
-        "speculative_config": lambda v: v is not None,
-    }
-    for name, is_refused in refused.items():
-        if is_refused(overrides.get(name)):
-            raise LoadError(
-                f"{name}={overrides[name]!r} is not supported with interventions: rows of a pass would not be whole"
-            )
     arguments = {**vllm_arguments(path, settings, eager=taps is None), "worker_cls": WORKER, **overrides}
     if taps is not None:
         arguments["additional_config"] = {**(overrides.get("additional_config") or {}), TAPS: list(taps)}
-    return VLLMEngine(LLM(**arguments), arguments)
+    with _environment(environment(settings)):
+        try:
+            import vllm
+        except ImportError as missing:
+            raise LoadError(f"engine='vllm' needs vLLM, which does not import here: {missing}") from missing
+        check_version(vllm.__version__)
+        from adapters.engines.vllm_worker import WORKERS
+
+        before = len(WORKERS)
+        llm = vllm.LLM(**arguments)
+        host = (
+            WORKERS[-1].tapgrid
+            if len(WORKERS) > before and llm.llm_engine.vllm_config.parallel_config.world_size == 1
+            else None
+        )
+    return VLLMEngine(llm, arguments, host)
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables for a boot, where the user set none; gone afterwards, so that a plain engine beside is untouched."""
+    own = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            os.environ.pop(name, None)

@@ -16,9 +16,11 @@ import torch
 from vllm.platforms import current_platform
 
 from adapters.eager import Hooks
-from adapters.engines.vllm import TAPS
-from adapters.errors import LoadError
-from adapters.interleave import Interleaver, Job, Key, Live
+from adapters.engines.versions import check_runner
+from adapters.engines.vllm import EXTRA, TAPS
+from adapters.engines.wire import Carried, Kept
+from adapters.interleave import Interleaver, Key
+from adapters.live import Job, Live
 from adapters.points import LOGITS_KEY, SAMPLED_KEY, Points, dimensions, family_of
 from adapters.rows import Slab
 from adapters.taps import Taps
@@ -28,10 +30,6 @@ if current_platform.is_cpu():
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
-# The key under which a request carries its interventions in `SamplingParams.extra_args`.
-EXTRA = "tapgrid"
-# Bodies of `trace` and `steps` by request id; only an engine in this process has any.
-BODIES: dict[str, Any] = {}
 # Workers of engines in this process, newest last: how a client there reaches its own without a remote call.
 WORKERS: list[Worker] = []
 
@@ -43,12 +41,15 @@ class WorkerHost:
         self.runner, self.model, self.tokenizer = runner, runner.model, tokenizer
         config = runner.model_config.hf_text_config
         self.points = Points(family_of(config.model_type), "vllm", dimensions(config))
-        self.copies = taps is not None
+        self.copies = True
         self.hooks: Hooks | Taps = Hooks(self.model) if taps is None else Taps(self.model, taps, self.points)
         self.il = Interleaver(self)
         self.live: dict[str, Live] = {}
-        self.ended: set[str] = set()
-        self._functions: dict[bytes, tuple[Any, ...]] = {}
+        # What requests carry, by their client's id: only an engine in this process is handed the objects themselves.
+        self.carried: dict[str, Carried] = {}
+        # Requests that ended themselves, and how many of their tokens they keep.
+        self.ended: dict[str, int] = {}
+        self._unpickled: dict[bytes, Carried] = {}
         self._open: list[Job] = []
         self._seams = False
 
@@ -77,25 +78,30 @@ class WorkerHost:
         payload = (sampling_params.extra_args or {}).get(EXTRA) if sampling_params is not None else None
         if payload is None:
             return
-        fns = self._functions.get(payload)
-        if fns is None:
+        if isinstance(payload, str):
+            carried = self.carried.pop(payload)
+        else:
             # Requests of one call share the same bytes: unpickled once, kept while anything is alive.
-            fns = self._functions[payload] = cloudpickle.loads(payload)
-        self.live[id] = self.il.live(id, fns, BODIES.pop(id.rsplit("-", 1)[0], None))
+            carried = self._unpickled.get(payload) or cloudpickle.loads(payload)
+            self._unpickled[payload] = carried
+        self.il.recomputes = _may_preempt(self.runner)
+        self.live[id] = self.il.live(id.rsplit("-", 1)[0], carried.fns, carried.body, carried.check_finite)
         self._attach_seams()
 
-    def collect(self, ids: list[str], *, packed: bool) -> Any:
-        """Take finished requests off and hand back what they saved: [(saves, error, stopped)] in the order of `ids`."""
+    def collect(self, ids: Sequence[str], *, packed: bool) -> Any:
+        """Take finished requests off: what they left, in the order of `ids`; None for one that never came."""
         found = []
         for id in ids:
             live = self.live.pop(id, None)
-            self.ended.discard(id)
-            found.append((live.saves, live.error, live.stopped) if live is not None else None)
+            self.ended.pop(id, None)
+            if live is not None:
+                live.close()
+            found.append(None if live is None else Kept(live.saves, live.error, live.stopped, live.drawn - live.spoilt))
         if not self.live:
             self._detach_seams()
             self.hooks.clear()
-            self._functions.clear()
-        return pickle.dumps([f and (_joined(f[0]), _portable(f[1]), f[2]) for f in found]) if packed else found
+            self._unpickled.clear()
+        return pickle.dumps([f and f.packed() for f in found]) if packed else found
 
     # ---- seams
 
@@ -123,11 +129,13 @@ class WorkerHost:
             if live is not None and not live.ended:
                 first = int(computed[i])
                 jobs.append(Job(live, i, first, starts[i + 1] - starts[i], first < prompts[i], not discarded[i]))
+        ids = kwargs.get("input_ids")
         self._open = jobs
-        self.il.begin(Slab(starts), jobs)
         try:
+            self.il.begin(Slab(starts, 0 if ids is None else ids.size(0)), jobs)
             return self._plain[0](*args, **kwargs)
         except BaseException:
+            self._open = []
             self.il.abandon()
             raise
 
@@ -142,46 +150,22 @@ class WorkerHost:
         if self._open:
             self.il.visit(SAMPLED_KEY, drawn.sampled_token_ids)
             self.il.end()
-            for job in self._open:
-                if job.live.ended:
-                    self.ended.add(job.live.id)
+            for id, live in self.live.items():
+                if live.ended and id not in self.ended:
+                    self.ended[id] = live.drawn - live.spoilt
             self._open = []
         return drawn
 
 
-def _joined(saves: dict[str, list[Any]]) -> dict[str, Any]:
-    """Saves ready for the wire: a name whose entries are rows of one kind becomes one tensor and its lengths."""
-    return {name: _join(entries) for name, entries in saves.items()}
-
-
-def _join(entries: list[Any]) -> tuple[str, Any, list[int]]:
-    alike = all(
-        isinstance(e, torch.Tensor) and e.dim() and e.dtype == entries[0].dtype and e.shape[1:] == entries[0].shape[1:]
-        for e in entries
-    )
-    if alike:
-        return "rows", torch.cat(entries).cpu(), [e.shape[0] for e in entries]
-    return "list", [e.cpu() if isinstance(e, torch.Tensor) else e for e in entries], []
-
-
-def split(saves: dict[str, tuple[str, Any, list[int]]]) -> dict[str, list[Any]]:
-    """The client's side of `_joined`: entries as they were saved."""
-    return {name: list(kept.split(lengths)) if how == "rows" else kept for name, (how, kept, lengths) in saves.items()}
-
-
-def _portable(error: BaseException | None) -> bytes | None:
-    """An exception as bytes, with its traceback as a note, since frames do not travel."""
-    if error is None:
-        return None
-    import traceback
-
-    error.add_note("in the worker:\n" + "".join(traceback.format_exception(error)))
-    try:
-        return bytes(cloudpickle.dumps(error))
-    except Exception:
-        plain = RuntimeError(f"{type(error).__name__}: {error}")
-        plain.__notes__ = error.__notes__
-        return bytes(cloudpickle.dumps(plain))
+def _may_preempt(runner: Any) -> bool:
+    """Whether the cache is too small for every request at full length, so that some may have to be computed again."""
+    config = runner.vllm_config
+    blocks, size = config.cache_config.num_gpu_blocks, config.cache_config.block_size
+    if not blocks or not size or config.scheduler_config.policy != "fcfs":
+        return True
+    groups = len(runner.kv_cache_config.kv_cache_groups)
+    longest = -(-config.model_config.max_model_len // size)
+    return bool(blocks - 1 < config.scheduler_config.max_num_seqs * longest * groups)
 
 
 class Worker(PlatformWorker):  # type: ignore[misc]
@@ -191,12 +175,9 @@ class Worker(PlatformWorker):  # type: ignore[misc]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        if not hasattr(self.model_runner, "_model_forward") or not hasattr(self.model_runner, "query_start_loc"):
-            import vllm
+        import vllm
 
-            raise LoadError(
-                f"vLLM {vllm.__version__}: this model runner ({type(self.model_runner).__name__}) has other seams than 0.27.1's"
-            )
+        check_runner(self.model_runner, vllm.__version__)
         tokenizer = None
         if not self.model_config.skip_tokenizer_init:
             from transformers import AutoTokenizer

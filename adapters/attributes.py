@@ -1,0 +1,92 @@
+"""Points and modules as attributes of a `Pass`: `m.resid_post[16]`, `m.logits`, `m.at(path).output`."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+from adapters.errors import UnknownPointError, WriteError, at_user_line
+
+if TYPE_CHECKING:
+    from adapters.intervention import Pass
+
+
+class Layered:
+    """`m.resid_post`: indexed by layer, read and written."""
+
+    __slots__ = ("_m", "_name")
+
+    def __init__(self, m: Pass, name: str) -> None:
+        self._m, self._name = m, name
+
+    def __getitem__(self, layer: int) -> Any:
+        m = self._m
+        return m._read(m._points.at(self._name, layer if type(layer) is int else _number(self._name, layer)))
+
+    def __setitem__(self, layer: int, value: Any) -> None:
+        self._m._write(self._m._points.at(self._name, _number(self._name, layer)), value)
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnknownPointError(at_user_line(f"m.{self._name} is one per layer: write m.{self._name}[layer].{name}"))
+
+
+class Module:
+    """`m.at(path)`: what a module takes in and gives out, read and written.
+
+    `input` is its first floating-point tensor, or its first tensor where it has none; a tuple where others of the same
+    shape stand beside it (an engine that keeps the residual apart passes two). `output` is a tuple where it is several.
+    """
+
+    __slots__ = ("_m", "_path")
+
+    def __init__(self, m: Pass, path: str) -> None:
+        self._m, self._path = m, path
+
+    @property
+    def input(self) -> Any:
+        return self._m._read(self._m._il.module_location(self._path, "in"))
+
+    @input.setter
+    def input(self, value: Any) -> None:
+        self._m._write(self._m._il.module_location(self._path, "in"), value)
+
+    @property
+    def output(self) -> Any:
+        return self._m._read(self._m._il.module_location(self._path, "out"))
+
+    @output.setter
+    def output(self, value: Any) -> None:
+        self._m._write(self._m._il.module_location(self._path, "out"), value)
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnknownPointError(at_user_line(f"m.at({self._path!r}) has .input and .output, not .{name}"))
+
+
+def layered(name: str) -> property:
+    """The attribute of a point that is one per layer."""
+
+    def write(m: Pass, value: Any) -> None:
+        raise WriteError(at_user_line(f"m.{name} is one per layer: write m.{name}[layer] = ..."))
+
+    return property(lambda m: Layered(m, name), write, doc=f"`m.{name}[layer]`: read and written by layer.")
+
+
+def single(name: str) -> property:
+    """The attribute of a point that is one a pass."""
+
+    def read(m: Pass) -> Any:
+        return m._read(m._points.at(name))
+
+    def write(m: Pass, value: Any) -> None:
+        m._write(m._points.at(name), value)
+
+    return property(read, write, doc=f"`m.{name}`: one a pass, read and written.")
+
+
+def _number(name: str, layer: Any) -> int:
+    try:
+        return index(layer)
+    except TypeError:
+        raise UnknownPointError(
+            at_user_line(f"m.{name}[layer] takes one layer number, not {layer!r}: a read is one place in the model")
+        ) from None

@@ -1,0 +1,78 @@
+"""What travels between the client and the worker of an engine: the interventions of a request, and what it left."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cloudpickle
+import torch
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What a request carries to its worker; `body` is the greenlet of a `trace`, which stays in its process."""
+
+    fns: tuple[Any, ...]
+    check_finite: bool = False
+    body: Any = None
+
+    def packed(self) -> bytes:
+        """As bytes: functions by value where they are the user's, by name where they are importable."""
+        return bytes(cloudpickle.dumps(self))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a request left: its saves, its error, whether it stopped itself, and how many of its tokens it keeps."""
+
+    saves: Mapping[str, Any]
+    error: Any
+    stopped: bool
+    tokens: int
+
+    def packed(self) -> Kept:
+        """Ready for the wire: a name whose entries are rows of one kind becomes one tensor and its lengths."""
+        return replace(self, saves={n: _join(e) for n, e in self.saves.items()}, error=_portable(self.error))
+
+    def unpacked(self) -> Kept:
+        """As it was packed.
+
+        >>> kept = Kept({"x": [torch.zeros(2, 3), torch.ones(1, 3)], "n": [1]}, None, False, 2)
+        >>> [tuple(e.shape) for e in kept.packed().unpacked().saves["x"]]
+        [(2, 3), (1, 3)]
+        """
+        return replace(
+            self,
+            saves={n: _split(*e) for n, e in self.saves.items()},
+            error=None if self.error is None else cloudpickle.loads(self.error),
+        )
+
+
+def _join(entries: list[Any]) -> tuple[str, Any, list[int]]:
+    alike = all(
+        isinstance(e, torch.Tensor) and e.dim() and e.dtype == entries[0].dtype and e.shape[1:] == entries[0].shape[1:]
+        for e in entries
+    )
+    if alike:
+        return "rows", torch.cat(entries).cpu(), [e.shape[0] for e in entries]
+    return "list", [e.cpu() if isinstance(e, torch.Tensor) else e for e in entries], []
+
+
+def _split(how: str, kept: Any, lengths: list[int]) -> list[Any]:
+    return list(kept.split(lengths)) if how == "rows" else kept
+
+
+def _portable(error: BaseException | None) -> bytes | None:
+    """An exception as bytes, with its traceback as a note, since frames do not travel."""
+    if error is None:
+        return None
+    error.add_note("in the worker:\n" + "".join(traceback.format_exception(error)))
+    try:
+        return bytes(cloudpickle.dumps(error))
+    except Exception:
+        plain = RuntimeError(f"{type(error).__name__}: {error}")
+        plain.__notes__ = error.__notes__
+        return bytes(cloudpickle.dumps(plain))

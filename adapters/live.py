@@ -1,0 +1,61 @@
+"""A request that interventions take part in, and its part of one pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from adapters.saves import check
+
+if TYPE_CHECKING:
+    from adapters.intervention import Pass
+    from adapters.recompute import Written
+    from adapters.sites import Location
+
+
+@dataclass
+class Live:
+    """A request that interventions take part in, from its first pass to its last.
+
+    Attributes:
+        as_read: names saved exactly as the model had them, before this request `wrote` anything -> their points.
+        seen: positions that interventions have been given: what a pass computes below it is computed again.
+        drawn: tokens that the passes of this request have drawn; `spoilt` of them by a pass that failed.
+        written: every write, for an engine that may compute positions again; None for one that never does.
+    """
+
+    id: str
+    passes: list[Pass] = field(default_factory=list)
+    saves: dict[str, list[Any]] = field(default_factory=dict)
+    state: dict[Any, Any] = field(default_factory=dict)
+    as_read: dict[str, Location] = field(default_factory=dict)
+    check_finite: bool = False
+    wrote: bool = False
+    stopped: bool = False
+    error: BaseException | None = None
+    seen: int = 0
+    drawn: int = 0
+    spoilt: int = 0
+    written: list[Written] | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.stopped or self.error is not None
+
+    def close(self) -> None:
+        """The request is over: check what it kept as read, and let go of its passes."""
+        self.passes.clear()
+        if self.error is None:
+            self.error = check(self.id, self.saves, self.as_read)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request's part of one pass: its place in the batch, first position and tokens, whether a token is drawn."""
+
+    live: Live
+    index: int
+    first: int
+    tokens: int
+    is_prompt: bool
+    draws: bool = True
