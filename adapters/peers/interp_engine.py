@@ -35,6 +35,8 @@ from adapters.work import (
 
 INSTALL = "pip install interp-engine==1.3.4"
 REFUSED: dict[type, Refusal] = {
+    # Sixty-four operations of rank one would be a head, but of several at one site only the last is applied (1.3.4).
+    AblateHead: Refusal("not-expressible", "interp-engine's steering operations are of rank one; none zeroes a head"),
     ForceToken: Refusal("not-expressible", "interp-engine steers activations; nothing of it reaches a sampled token"),
     Gradient: Refusal("not-expressible", "interp-engine's vLLM backends run no backward pass through the model"),
 }
@@ -92,11 +94,8 @@ class InterpEngineVLLM:
     def refuses(self, work: Work, shape: Shape) -> Refusal | None:
         if no := REFUSED.get(type(work)):
             return no
-        writes_z = isinstance(work, AblateHead)
         unknown = [p for p in points_of(work) if p.partition(".")[0] not in self.points]
-        if unknown or (writes_z and "z" not in self.points):
-            return Refusal("not-expressible", self._why_not(unknown[0] if unknown else "z"))
-        return None
+        return Refusal("not-expressible", self._why_not(unknown[0])) if unknown else None
 
     def _why_not(self, point: str) -> str:
         if point == "logits":
@@ -122,8 +121,8 @@ class InterpEngineVLLM:
                 return await self._probe(request, point, direction)
             case Lens(point):
                 return await self._lens(request, point)
-            case Steer(_, _, watch) | AblateHead(_, _, watch):
-                return await self._capture(request, watch, self._spec(work))
+            case Steer(point, vector, watch):
+                return await self._capture(request, watch, self._add(point, vector))
         raise NotImplementedError(REFUSED[type(work)].sentence)
 
     async def _capture(self, request: Request, points: Sequence[str], spec: Any = None) -> Outcome:
@@ -164,19 +163,13 @@ class InterpEngineVLLM:
             ids = tokens
         return Outcome(tuple(ids), {"lens": torch.cat(best)})
 
-    def _spec(self, work: Steer | AblateHead) -> Any:
-        """A head is set to zero by taking each of its directions out: its operations are all of rank one."""
+    def _add(self, point: str, vector: Any) -> Any:
         import torch
-        from interp_engine import AddSpec, LayerSteeringSpec, OrthogonalDecompSpec, SteeringSpec
+        from interp_engine import AddSpec, LayerSteeringSpec, SteeringSpec
 
-        if isinstance(work, Steer):
-            name, _, layer = work.point.partition(".")
-            operations: list[Any] = [AddSpec(vector=torch.from_numpy(work.vector), scale=1.0)]
-            return SteeringSpec(layers={int(layer): LayerSteeringSpec(operations)}, point=name)
-        directions = torch.eye(self._heads * self._head_dim)
-        mine = directions[work.head * self._head_dim : (work.head + 1) * self._head_dim]
-        operations = [OrthogonalDecompSpec(vector=v, coeff=0.0) for v in mine]
-        return SteeringSpec(layers={work.layer: LayerSteeringSpec(operations)}, point="z")
+        name, _, layer = point.partition(".")
+        add = AddSpec(vector=torch.from_numpy(vector), scale=1.0)
+        return SteeringSpec(layers={int(layer): LayerSteeringSpec([add])}, point=name)
 
     def install(self, work: Work) -> None:
         raise NotImplementedError(NO_INSTALL)

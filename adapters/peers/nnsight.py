@@ -189,6 +189,7 @@ class NNsightEager:
         if isinstance(work, Nothing):
             return self._generate(requests)
         program = self._program(work)
+        _forget_saved_ids()
         trace = _trace_one if len(requests) == 1 else _trace_many
         results, saved = trace(self._model, program.body, program.args, list(_invokes(requests)))
         return [self._outcome(r, program, s) for r, s in zip(results, saved, strict=True)]
@@ -207,6 +208,7 @@ class NNsightEager:
     def install(self, work: Work) -> None:
         self.remove()
         program = self._program(work)
+        _forget_saved_ids()
         self._edit = _edit(self._model, program.body, program.args), program
 
     def remove(self) -> None:
@@ -281,6 +283,15 @@ class NNsightEager:
             if name.startswith("z."):
                 values[name] = values[name].unflatten(-1, (self._heads, self._head_dim))
         return Outcome(tuple(output.outputs[0].token_ids), values)
+
+
+def _forget_saved_ids() -> None:
+    """nnsight keeps what is saved as object ids, to be cleared as the outermost trace ends. A worker in this process
+    holds that depth open, so the ids outlive their objects, and whatever comes to lie at one of those addresses is
+    taken for saved and shipped: now and then a module, which cannot be pickled (0.8.1)."""
+    from nnsight.tracing.tracer import _saves
+
+    _saves().clear()
 
 
 def points_of(work: Work) -> tuple[str, ...]:
