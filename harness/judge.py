@@ -42,8 +42,8 @@ class Cell:
 
     `low` and `high` are the 95 % interval of the share of `against`; `clear` says that all of it is beyond the margin.
     `process_shares` and `process_rounds` have an entry for every round with both this column and `against`,
-    `process_values` one for every process. `smallest_detectable` (0.04 is 4 %) and `rounds_needed` (in all; None: settled,
-    or on the margin) look at this cell alone, without the family.
+    `process_values` one for every process. `smallest_detectable` (0.04 is 4 %) and `rounds_needed` (in all; None:
+    settled, or on the margin) look at this cell alone, without the family.
     """
 
     grid: str
@@ -283,5 +283,5 @@ def _verdict(cell: Cell, numbers: Compared, alpha: float) -> Cell:
         return _decided(cell, "SAME", f"{said}; the 90 % interval lies within the margin")
     seen, needed = cell.smallest_detectable, cell.rounds_needed
     could = "could have seen no difference" if seen is None else f"could have seen {100 * seen:.1f} %"
-    more = "it sits on the margin, where more hardly help" if needed is None else f"about {needed} rounds would settle it"
+    more = f"about {needed} rounds would settle it" if needed else "it sits on the margin, where more hardly help"
     return _decided(cell, "UNCLEAR", f"{said}; this run {could}; {more}")
