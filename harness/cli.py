@@ -31,12 +31,12 @@ Measure and validate LLM interpretability engines: rows (workloads) x columns (e
 """
 
 STORE = "a store file or its folder (default: the newest under .tapgrid)"
-FORMATS = ("benchfmt", "pytest-benchmark", "csv", "markdown", "junit")
+FORMATS = ("benchfmt", "pytest-benchmark", "csv", "markdown", "junit", "baseline")
 AXES = (
     Word("rows", "only these rows", "ROWS", words._text),
     Word("columns", "only these columns", "COLUMNS", words._text),
 )
-GATING = tuple(w for w in words.RUNNING if w.name in ("gate", "strict"))
+GATING = tuple(w for w in words.RUNNING if w.name in ("gate", "strict", "allow"))
 
 
 @dataclass(frozen=True)

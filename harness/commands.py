@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import tempfile
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from adapters.columns import all_columns
 from harness import grid as grids
 from harness import options as words
 from harness import plan
-from harness.finish import finish, table_of, write_reports
+from harness.finish import finish, floors_file, judged, table_of, write_reports
 from harness.grid import UsageError
 from harness.models import EMBEDDED
 from harness.session import Choice, choose, costs_key, folder_of, plan_for, twinned
-from harness.store import find, home, read, stores
-from harness.workloads import KINDS
+from harness.store import FILE, StoreError, find, home, read, stores
+from harness.workloads import KINDS, PLAIN_COLUMNS
 
 LISTED = ("grids", "rows", "columns", "tiers", "models", "stores")
 
@@ -69,10 +70,27 @@ def run_(args: Namespace) -> int:
     choice = choose(words.options(args.grid, vars(args)))
     if args.dry_run:
         return _show_plan(args, choice)
-    path = _execute(choice)
-    ending = finish(path, report=args.report, baseline=args.baseline, gate=args.gate, strict=args.strict)
+    asked = words.asked(vars(args))
+    ending = finish(_execute(choice), args.report, asked, lambda cells: confirm(choice, cells))
     out(args, ending.to_json(), ending.lines())
     return ending.code
+
+
+def confirm(choice: Choice, cells: Collection[tuple[str, str]]) -> Path:
+    """Two fresh rounds of the cells that an alarm is about, and of the plain ones that they are read against."""
+    rows = {r for r, _ in cells} | {KINDS[r].plain for r, _ in cells}
+    columns = {c for _, c in cells} | set(PLAIN_COLUMNS)
+    again = dataclasses.replace(
+        choice,
+        rows=tuple(r for r in choice.rows if r.name in rows),
+        columns=tuple(c for c in choice.columns if c in columns),
+        options=dataclasses.replace(choice.options, rounds=2, budget_minutes=None, fresh=True, store=_folder(choice)),
+    )
+    return _execute(again)
+
+
+def _folder(choice: Choice) -> str:
+    return str(folder_of(choice.options) / "confirmations")
 
 
 def _execute(choice: Choice, *, timed: bool = True) -> Path:
@@ -82,41 +100,33 @@ def _execute(choice: Choice, *, timed: bool = True) -> Path:
 
 
 def report_(args: Namespace) -> int:
-    from harness.judge import judge
-
-    store = read(find(args.store))
-    html = Path(args.report)
+    store, html = read(find(args.store)), Path(args.report)
+    cells, floors = judged(store)
     if args.check:
-        return _check_report(args, store, html)
-    written = [str(p) for p in write_reports(store, judge(store), html)]
+        return _check_report(args, lambda path: write_reports(store, cells, path, floors), html)
+    written = [str(p) for p in write_reports(store, cells, html, floors)]
     out(args, written, written)
     return 0
 
 
-def _check_report(args: Namespace, store: Any, html: Path) -> int:
+def _check_report(args: Namespace, make: Callable[[Path], list[Path]], html: Path) -> int:
     """Whether the reports on disk are the ones that the store gives, so that published numbers cannot drift."""
-    import tempfile
-
-    from harness.judge import judge
-
-    stale = []
     with tempfile.TemporaryDirectory() as scratch:
-        for fresh in write_reports(store, judge(store), Path(scratch) / html.name):
-            on_disk = html.with_suffix(fresh.suffix)
-            if not on_disk.exists() or on_disk.read_bytes() != fresh.read_bytes():
-                stale.append(str(on_disk))
-    out(args, stale, [f"{p} is not what {store.path} gives; write it again with `tapgrid report`" for p in stale])
+        fresh = make(Path(scratch) / html.name)
+        pairs = [(html.with_suffix(f.suffix), f.read_bytes()) for f in fresh]
+    stale = [str(p) for p, wanted in pairs if not p.exists() or p.read_bytes() != wanted]
+    out(args, stale, [f"{p} is not what the store gives; write it again with `tapgrid report`" for p in stale])
     return 1 if stale else 0
 
 
 def show_(args: Namespace) -> int:
-    from harness.judge import judge, to_json
+    from harness.judge import to_json
 
     store = read(find(args.store))
     session = store.session
     rows = set(grids.pick("row", args.rows, session["rows"]))
     columns = set(grids.pick("column", args.columns, session["columns"]))
-    cells = [c for c in judge(store) if c.row in rows and c.column in columns]
+    cells = [c for c in judged(store)[0] if c.row in rows and c.column in columns]
     about = f"{session['grid']['name']} on {session['grid']['model']}, tier {session['tier']}, {session['started']}"
     out(args, [to_json(c) for c in cells], [f"{store.path}: {about}", "", *table_of(cells)])
     return 0
@@ -146,32 +156,62 @@ def import_(args: Namespace) -> int:
 
 
 def compare_(args: Namespace) -> int:
-    from harness import gate
+    """Informs and does not fail, unless nothing could be compared."""
+    from harness import gate, gating
+    from harness.baseline import load
 
-    found = gate.compare(read(find(args.before)), read(find(args.after)))
-    out(args, gate.to_json(found), [gate.markdown(found)])
-    return 0
+    after = read(find(args.after))
+    before = load(gating.find_baseline(args.before, but=after.path))
+    result = gate.gate(before, after, gating.rule_of(None, after.session["grid"].get("gate") or {}))
+    out(args, gate.to_json(result), gate.to_markdown(result, unchanged=True).rstrip().splitlines())
+    compared = result.comparison is not None and any(c.change is not None for c in result.comparison.changes)
+    return 0 if compared else 3
 
 
 def gate_(args: Namespace) -> int:
-    from harness.finish import ask_gate
+    from harness import gate, gating
 
-    code, said = ask_gate(args.before, find(args.after), args.gate, args.strict)
-    out(args, {"code": code, "notes": said}, said)
-    return code
+    asked = words.asked(vars(args), baseline=args.before)
+    result = gating.ask(asked, read(find(args.after)))
+    out(args, gate.to_json(result), gating.lines(result))
+    return result.exit_code
 
 
 def aa_(args: Namespace) -> int:
     from harness import aa
 
-    path = _execute(twinned(choose(words.options(args.grid, vars(args)))))
-    return aa.report(path, args)
+    choice = twinned(choose(words.options(args.grid, vars(args))))
+    floors = aa.measure(read(_execute(choice)))
+    file = floors_file(folder_of(choice.options), choice.grid.name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aa.write(floors, file)
+    lines = [
+        f"{f.column}, {f.row}: floor {100 * f.floor:.1f} % over {f.rounds} rounds, "
+        f"one round {100 * f.spread:.1f} %; booted first {100 * f.first:+.1f} % (p {f.first_p:.2f})"
+        for f in floors.cells
+    ]
+    alarms = f"{100 * floors.alarm_rate:.0f} % of {floors.relabellings} relabellings raised a false alarm"
+    out(args, dataclasses.asdict(floors), [*lines, alarms, f"floors: {file}"])
+    return 0
 
 
 def trend_(args: Namespace) -> int:
-    from harness import trend
+    from harness.trend import trend
 
-    return trend.report(args)
+    given = [Path(s) for s in args.stores] or [home()]
+    paths = [p for g in given for p in (stores(g) if g.is_dir() and not (g / FILE).exists() else [find(g)])]
+    if not paths:
+        raise StoreError(f"no store under {', '.join(map(str, given))}")
+    found = trend(read(p) for p in paths)
+    lines = []
+    for t in found:
+        lines.append(f"{t.key} on {t.machine}: {len(t.points)} sessions, now {100 * t.points[-1].share:.1f} %")
+        lines += [
+            f"  {100 * s.change:+.1f} % at {t.points[s.index].started} (commit {t.points[s.index].commit})"
+            for s in t.steps
+        ]
+    out(args, [dataclasses.asdict(t) for t in found], lines or ["no cell has a share of plain in these stores"])
+    return 0 if found else 3
 
 
 def validate_(args: Namespace) -> int:

@@ -125,19 +125,27 @@ def to_markdown(store: Store) -> str:
     from pathlib import Path
 
     import reports.markdown
-    from harness.judge import judge
+    from harness.finish import judged
 
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "report.md"
-        reports.markdown.write(store, judge(store), path)
+        reports.markdown.write(store, judged(store)[0], path)
         return path.read_text(encoding="utf-8")
+
+
+def to_baseline(store: Store) -> str:
+    """What a later gate needs of this session and no more: small enough to be committed."""
+    from harness import baseline
+
+    return json.dumps(clean(baseline.export(store))[0], indent=1, allow_nan=False) + "\n"
 
 
 def to_junit(store: Store) -> str:
     """JUnit XML: a cell a test case; INVALID and MISSING are failures, UNSUPPORTED is skipped."""
-    from harness.judge import judge, to_json
+    from harness.finish import judged
+    from harness.judge import to_json
 
-    cells, name = judge(store), store.session["grid"]["name"]
+    cells, name = judged(store)[0], store.session["grid"]["name"]
     failed = sum(c.verdict in ("INVALID", "MISSING") for c in cells)
     skipped = sum(c.verdict == "UNSUPPORTED" for c in cells)
     suite = ElementTree.Element(
@@ -175,4 +183,5 @@ FORMATS: dict[str, Callable[[Store], str]] = {
     "csv": to_csv,
     "markdown": to_markdown,
     "junit": to_junit,
+    "baseline": to_baseline,
 }

@@ -167,10 +167,17 @@ def _gpu() -> dict[str, Any]:
 
 
 def _git() -> dict[str, Any]:
-    if not (ROOT / ".git").exists():
-        return {"git_commit": None, "git_dirty": None}
-    status = _command("git", "status", "--porcelain", "--untracked-files=no", cwd=ROOT)
+    """The commit of tapgrid's own checkout, and of the project in the working directory: what is being worked on."""
+    own, project = _checkout(ROOT), _checkout(Path.cwd())
     return {
-        "git_commit": _command("git", "rev-parse", "HEAD", cwd=ROOT),
-        "git_dirty": None if status is None else bool(status),
+        "git_commit": own[0],
+        "git_dirty": own[1],
+        "project_commit": project[0],
+        "project_dirty": project[1],
     }
+
+
+def _checkout(folder: Path) -> tuple[str | None, bool | None]:
+    commit = _command("git", "rev-parse", "--verify", "--quiet", "HEAD", cwd=folder)
+    status = _command("git", "status", "--porcelain", "--untracked-files=no", cwd=folder) if commit else None
+    return commit, None if status is None else bool(status)

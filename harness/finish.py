@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.session import NOT_SELECTED
-from harness.store import Store, StoreError, find, read
+from harness.store import Store, home, read
+
+if TYPE_CHECKING:
+    from harness.aa import Floors
+    from harness.gating import Confirm
+    from harness.judge import Cell
+    from harness.options import Asked
 
 UNMEASURED = ("UNSUPPORTED", "MISSING")
 
@@ -18,7 +24,7 @@ class Ending:
     """A session's outcome: 0 fine, 1 regression or failed validation, 3 cannot judge."""
 
     store: Store
-    cells: Sequence[Any]  # harness.judge.Cell
+    cells: Sequence[Cell]
     code: int
     reports: Sequence[Path] = ()
     notes: Sequence[str] = ()
@@ -41,6 +47,31 @@ class Ending:
         ]
 
 
+def floors_file(folder: Path, grid: str) -> Path:
+    """Where `tapgrid aa` keeps this machine's floors of a grid."""
+    return folder / f"floors-{grid}.json"
+
+
+def floors_for(store: Store) -> Floors | None:
+    """The floors beside a store, or in the working directory's `.tapgrid`, if they are of its machine and model."""
+    from harness import aa
+
+    for folder in (store.path.parent.parent, home()):
+        file = floors_file(folder, store.session["grid"]["name"])
+        if file.exists():
+            floors = aa.read(file)
+            return floors if floors.misfit(store) is None else None
+    return None
+
+
+def judged(store: Store) -> tuple[list[Cell], Floors | None]:
+    """The cells of a store, with the margins that this machine's A/A floors demand, and those floors."""
+    from harness.judge import judge
+
+    floors = floors_for(store)
+    return judge(store, floors=floors.margins(len(store.plan)) if floors else None), floors
+
+
 def exit_code(cells: Sequence[Any]) -> int:
     """What the cells alone say. A validation failure outweighs a lost cell; nothing measured is never 0."""
     verdicts = [c.verdict for c in cells]
@@ -58,48 +89,33 @@ def worst(*codes: int) -> int:
     return 1 if 1 in codes else max(codes)
 
 
-def finish(
-    path: Path, report: str | None = None, baseline: str | None = None, gate: str | None = None, strict: bool = False
-) -> Ending:
+def finish(path: Path, report: str | None = None, asked: Asked | None = None, confirm: Confirm | None = None) -> Ending:
     """Judge the store at `path` and do what follows from the options."""
-    from harness.judge import judge
-
     store = read(path)
-    cells = judge(store)
+    cells, floors = judged(store)
     code, notes, reports = exit_code(cells), list(store.warnings), []
     if report:
         try:
-            reports = write_reports(store, cells, Path(report))
+            reports = write_reports(store, cells, Path(report), floors)
         except Exception as error:  # hours of measuring must not end in a traceback
             code = worst(code, 3)
             notes.append(f"the report could not be written ({type(error).__name__}: {error}); the store is whole")
-    if baseline or gate:
-        gate_code, said = ask_gate(baseline, path, gate, strict)
-        code, notes = worst(code, gate_code), [*notes, *said]
+    if asked is not None and (asked.baseline or asked.rule):
+        from harness import gating
+
+        result = gating.ask(asked, store, confirm)
+        code, notes = worst(code, result.exit_code), [*notes, *gating.lines(result), ""]
     return Ending(store, cells, code, reports, notes)
 
 
-def ask_gate(baseline: str | None, path: Path, rule: str | None, strict: bool) -> tuple[int, list[str]]:
-    """The gate's exit code and what it says. No baseline is not a pass."""
-    from harness import gate
-
-    if not baseline:
-        return 3, ["a gate needs something to compare with: name a store with --baseline; nothing was gated"]
-    try:
-        before = find(baseline)
-    except StoreError as error:
-        return 3, [f"no baseline: {error}"]
-    return gate.ask(before, path, rule, strict)
-
-
-def write_reports(store: Store, cells: Sequence[Any], html: Path) -> list[Path]:
+def write_reports(store: Store, cells: Sequence[Cell], html: Path, floors: Floors | None = None) -> list[Path]:
     """report.html, and report.md beside it."""
     import reports.html
     import reports.markdown
 
     html.parent.mkdir(parents=True, exist_ok=True)
     markdown = html.with_suffix(".md")
-    reports.html.write(store, cells, html)
+    reports.html.write(store, cells, html, floors)
     reports.markdown.write(store, cells, markdown)
     return [html.resolve(), markdown.resolve()]
 

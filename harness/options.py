@@ -45,6 +45,16 @@ def minutes(name: str, text: str) -> float:
     return float(found[1]) * {"s": 1 / 60, "h": 60.0}.get(found[2], 1.0)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What the user said of the gate."""
+
+    baseline: str | None = None
+    rule: str | None = None
+    strict: bool = False
+    allow: str | None = None
+
+
 SELECT = (
     Word("rows", "only these rows: names with commas between, * allowed", "ROWS", _text),
     Word("columns", "only these columns; one that the grid leaves off may be named too", "COLUMNS", _text),
@@ -64,9 +74,12 @@ RUNNING = (
         "report", "where report.html goes, with report.md beside it (default report.html)", "PATH", _text, "report.html"
     ),
     Word("fresh", "start a new session even where an interrupted one could be resumed"),
-    Word("baseline", "a store to compare with; a cell that got slower is exit code 1", "STORE", _text),
-    Word("gate", 'what counts as a regression, such as "slower:3%%"', "RULE", _text),
-    Word("strict", "with a gate: what cannot be judged is exit code 3 instead of a warning"),
+    Word("baseline", "a store, a baseline file or a git revision to compare with", "STORE", _text),
+    Word("gate", 'what is a regression (exit code 1), such as "slower:3%%"', "RULE", _text),
+    Word("strict", "with a gate: an inconclusive or a new cell is exit code 3 too"),
+    Word(
+        "allow", "with a gate: what is no reason for exit code 3, such as missing-baseline,other-machine", "WHAT", _text
+    ),
 )
 DRY = Word("dry-run", "print the plan, its order and a time estimate; measure nothing")
 
@@ -117,3 +130,14 @@ def options(grid: str, found: Mapping[str, Any], prefix: str = "--") -> Options:
         store=v["store"],
         fresh=bool(v["fresh"]),
     )
+
+
+def asked(found: Mapping[str, Any], prefix: str = "--", baseline: str | None = None) -> Asked:
+    """What was said of the gate; `baseline` where that is an argument of its own. Nonsense is a UsageError now."""
+    v = values(found, RUNNING, prefix)
+    made = Asked(baseline or v["baseline"], v["gate"], bool(v["strict"]), v["allow"])
+    if made.rule or made.allow:
+        from harness.gating import check  # brings the statistics in, which a plain listing does without
+
+        check(made)
+    return made

@@ -39,6 +39,7 @@ class State:
 
     choice: Choice
     given: dict[str, Any]
+    asked: Any  # harness.gating.Asked
     only: list[str]  # node ids named on the command line; empty: all cells
     cells: dict[tuple[str, str], Any] = field(default_factory=dict)  # (row, column) -> Cell
     ending: Any = None
@@ -96,7 +97,8 @@ def pytest_configure(config: pytest.Config) -> None:
     try:
         _refuse_xdist(config)
         given = vars(config.option)
-        config.stash[KEY] = State(choose(words.options(name, given, PREFIX)), words.values(given, ALL, PREFIX), only)
+        choice, asked = choose(words.options(name, given, PREFIX)), words.asked(given, PREFIX)
+        config.stash[KEY] = State(choice, words.values(given, ALL, PREFIX), asked, only)
     except UsageError as error:
         pytest.exit(str(error), returncode=2)
     # The grid alone, unless tests were named beside it.
@@ -215,13 +217,15 @@ def _plan(choice: Choice) -> str:
 
 
 def _measure(state: State, selected: Sequence[tuple[str, str]]) -> None:
+    from harness.commands import confirm
     from harness.finish import finish
     from harness.run import execute, prepare
     from harness.store import StoreError
 
     try:
-        path = execute(prepare(_narrowed(state.choice, selected), selected))
-        state.ending = finish(path, **{k: state.given[k] for k in ("report", "baseline", "gate", "strict")})
+        choice = _narrowed(state.choice, selected)
+        path = execute(prepare(choice, selected))
+        state.ending = finish(path, state.given["report"], state.asked, lambda cells: confirm(choice, cells))
     except UsageError as error:
         pytest.exit(str(error), returncode=2)
     except StoreError as error:

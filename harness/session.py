@@ -151,7 +151,7 @@ def prepare(choice: Choice, cells: Collection[Cell] | None = None, *, timed: boo
     # A budget tier may settle for fewer runs; that is its doing and not a setting.
     runs = choice.tier.runs if first.budget_seconds and choice.options.runs is None else first.runs
     key = key_of(choice, runs, fixed, cells, model, facts)
-    path, before = _place(choice, folder if timed else folder / "validations", key)
+    path, before = _place(choice, _shelf(choice, folder, timed), key)
     if before is not None:
         return replace(_resume(choice, costs, model, path, before), timed=timed)
     line = {
@@ -179,6 +179,13 @@ def prepare(choice: Choice, cells: Collection[Cell] | None = None, *, timed: boo
             )  # fmt: skip
     session.done = done_in(read(path))
     return session
+
+
+def _shelf(choice: Choice, folder: Path, timed: bool) -> Path:
+    """Checks without times, and columns against themselves, lie apart: neither is the newest store of a grid."""
+    if not timed:
+        return folder / "validations"
+    return folder / "aa" if any(c.endswith(plan.TWIN) for c in choice.columns) else folder
 
 
 def _check_work(choice: Choice, model: Path) -> None:
