@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reports.escape import Safe, join, tag
@@ -43,7 +43,7 @@ def shown(value: Any) -> str:
         return str(value)
 
 
-def by_key(lines: list[Line] | tuple[Line, ...], kind: str) -> Table:
+def by_key(lines: Sequence[Line], kind: str) -> Table:
     """One part of the processes ("settings", "env", "packages"), turned: key -> column -> value.
 
     A column whose processes disagree among themselves shows all of its values.

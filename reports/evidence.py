@@ -1,16 +1,12 @@
-"""The smaller sections: what the models wrote, what failed and where its log is, and the A/A floors."""
+"""The smaller sections: what the models wrote, and what failed and where its log is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from reports.escape import Safe, join, tag
-from reports.numbers import finite, percent
+from reports.numbers import finite
 from reports.svg import mark_svg
 from reports.view import View
 from reports.words import plural
-
-Floors = Mapping[tuple[str, str], float]
 
 
 def texts(view: View) -> Safe:
@@ -63,32 +59,3 @@ def failures(view: View) -> Safe:
         for f in view.failures
     ]
     return tag("div", tag("table", tag("thead", head), tag("tbody", *rows), class_="plain"), class_="scroll")
-
-
-def floors(view: View, given: Floors | None) -> Safe:
-    """Each cell's own A/A spread on this machine: a smaller difference than this is this machine's noise."""
-    if not given:
-        return Safe("")
-    rows = []
-    for (row, column), spread in given.items():
-        number = finite(spread)
-        over = number is not None and number > view.margin
-        rows.append(
-            tag(
-                "tr",
-                tag("th", row, scope="row"),
-                tag("td", column),
-                tag("td", percent(number), class_="n"),
-                tag("td", "wider than the margin, so it is the margin" if over else "", class_="note"),
-            )
-        )
-    head = tag("tr", *(tag("th", h, scope="col") for h in ("row", "column", "A/A spread", "")))
-    note = tag(
-        "p",
-        "The same column measured as both arms. A difference inside this spread is noise of this machine, "
-        f"so a cell's margin is the larger of {100 * view.margin:g} % and its own spread.",
-        class_="note",
-    )
-    return join(
-        [note, tag("div", tag("table", tag("thead", head), tag("tbody", *rows), class_="plain"), class_="scroll")]
-    )

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 from reports.data import data
 from reports.environment import environment
 from reports.escape import Safe, tag
-from reports.evidence import Floors, failures, floors, texts
+from reports.evidence import failures, texts
 from reports.files import replace
+from reports.floors import floors
 from reports.header import columns, header
 from reports.heatmap import validation
 from reports.matrix import matrix
@@ -33,6 +34,7 @@ from reports.view import View, view
 from reports.words import plural
 
 if TYPE_CHECKING:
+    from harness.aa import Floors
     from harness.judge import Cell
     from harness.store import Store
 
@@ -95,7 +97,7 @@ def _contents(page: View, aa: Floors | None) -> dict[str, Safe]:
 
 
 def render(store: Store, cells: Sequence[Cell], aa: Floors | None = None) -> str:
-    """The whole page. `aa` maps a cell, (row, column), to its A/A spread, and adds their section."""
+    """The whole page. `aa` are the floors of an A/A session, and add their section."""
     page = view(store, cells)
     style, script = _asset("report.css"), _asset("report.js")
     contents = _contents(page, aa)

@@ -61,6 +61,7 @@
 
   // ---- the card: what the table says about one cell, beside the mark or number that stands for it
   const card = $("card");
+  let shownFor = null;
   const labels = heads.map((h) => h.textContent.trim());
   function element(name, text) {
     const made = document.createElement(name);
@@ -84,12 +85,16 @@
     list.append(element("dt", "again"), element("dd", reproduce(cell)));
     card.replaceChildren(element("h4", `${cell.row} · ${cell.column}`), list);
     card.hidden = false;
-    const at = target.getBoundingClientRect(), size = card.getBoundingClientRect();
+    shownFor = target;
+    stand();
+  }
+  function stand() {
+    const at = shownFor.getBoundingClientRect(), size = card.getBoundingClientRect();
     const below = at.bottom + size.height + 12 < innerHeight;
     card.style.left = `${Math.max(8, Math.min(at.left + 24, innerWidth - size.width - 12))}px`;
     card.style.top = `${Math.max(8, below ? at.bottom + 6 : at.top - size.height - 6)}px`;
   }
-  const hide = () => { card.hidden = true; };
+  const hide = () => { card.hidden = true; shownFor = null; };
   for (const area of all("[data-rove]")) {
     // A native tooltip would lie over the card; what it said is in the card, and still said aloud.
     all("[title]", area).forEach((e) => {
@@ -115,7 +120,7 @@
     });
   }
   document.addEventListener("keydown", (e) => { if (e.key === "Escape") hide(); });
-  addEventListener("scroll", hide, { passive: true });
+  addEventListener("scroll", () => { if (shownFor) stand(); }, { passive: true });
   // A cell that the filter hides cannot be jumped to: show it again.
   addEventListener("hashchange", () => {
     const line = lines.find((l) => `#${l.id}` === location.hash);

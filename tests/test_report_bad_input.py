@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from harness import aa
 from harness.judge import Cell, judge
 from harness.store import Store
 from reports import html, markdown, terminal, words
-from reports.evidence import Floors
 from tests.test_report_dom import Node, parse
 from tests.test_report_sample import COLUMNS, ROWS, Sample, Spec, lines, rich, store_of
 
@@ -53,7 +53,8 @@ def hostile(folder: Path) -> Sample:
 
 def test_hostile_strings_are_shown_as_they_are_and_never_become_markup(tmp_path: Path) -> None:
     bad = hostile(tmp_path)
-    floors: Floors = {(IMAGE, SCRIPT): 0.05}
+    floor = aa.Floor(SCRIPT, IMAGE, 3, 0.05, 0.08, (0.9, 1.0, 1.1), 0.01, 0.25)
+    floors = aa.Floors(IMAGE, SCRIPT, "cpu", "m", (floor,), relabellings=4, alarm_rate=0.0, alarms=0.0)
     root = parse(html.render(bad.store, bad.cells, floors))
     assert {n.name for n in root.walk()} - {""} <= set(ALLOWED.split())
     assert len(root.all("script")) == 2
