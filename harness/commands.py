@@ -15,6 +15,7 @@ from adapters.columns import all_columns
 from harness import grid as grids
 from harness import options as words
 from harness import plan
+from harness.costs import load_costs
 from harness.finish import finish, floors_file, judged, table_of, write_reports
 from harness.grid import UsageError
 from harness.models import EMBEDDED
@@ -60,7 +61,7 @@ def plan_(args: Namespace) -> int:
 
 
 def _show_plan(args: Namespace, choice: Choice) -> int:
-    costs = plan.load_costs(folder_of(choice.options), costs_key(choice.grid))
+    costs = load_costs(folder_of(choice.options), costs_key(choice.grid))
     made = plan_for(choice, costs)
     out(args, made.to_json(), [plan.show(made, choice.grid, costs)])
     return 0

@@ -7,24 +7,14 @@ falls on all alike. Deterministic: the same columns give the same plan.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from harness.costs import Costs
 from harness.grid import Grid, Tier
-from harness.store import Store
 from harness.workloads import KINDS, PLAIN_COLUMNS, Row
-
-COSTS = "costs.json"
-
-# Before anything was measured: deliberately on the slow side of a two-core machine, in seconds.
-_BOOT = {"vanilla": 150.0, "hf": 15.0, "tapgrid-hf": 15.0}
-_BOOT_OTHER, _VALIDATE, _CLOSE = 45.0, 40.0, 3.0
-_NEW_PER_SECOND, _NEW_PER_SECOND_AT_ONCE, _PROMPT_PER_SECOND = 12.0, 40.0, 300.0
 
 
 def williams(n: int) -> list[list[int]]:
@@ -53,104 +43,6 @@ def rounds_of(columns: Sequence[str], rounds: int) -> list[list[str]]:
     """
     orders = williams(len(columns))
     return [[columns[i] for i in orders[r % len(orders)]] for r in range(rounds)]
-
-
-TWIN = "~b"  # in a plan, the second arm of a column that is measured against itself
-
-
-def column_of(slot: str) -> str:
-    """The column that a place in a plan measures.
-
-    >>> column_of("vanilla-eager~b")
-    'vanilla-eager'
-    """
-    return slot.removesuffix(TWIN)
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Wall seconds that things take: measured where they were, else estimates from a row's shape.
-
-    `rows[column][row]` is one run, its untimed check included.
-    """
-
-    boot: Mapping[str, float] = field(default_factory=dict)
-    validate: Mapping[str, float] = field(default_factory=dict)
-    rows: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-
-    def of_boot(self, column: str) -> float:
-        """Everything that a column pays once a round: boot, text, validation, close."""
-        column = column_of(column)
-        boot = self.boot.get(column, _BOOT.get(column, _BOOT_OTHER))
-        return boot + self.validate.get(column, 3.0 if column in PLAIN_COLUMNS else _VALIDATE) + _CLOSE
-
-    def of_row(self, column: str, row: Row, runs: int) -> float:
-        """All runs of one cell and its warm-up."""
-        column = column_of(column)
-        measured = self.rows.get(column, {}).get(row.name)
-        if measured is None and column in PLAIN_COLUMNS and KINDS[row.name].plain != row.name:
-            return 0.0  # refused at once
-        return (runs + 1) * (_guess(row) if measured is None else measured)
-
-    def of_round(self, columns: Sequence[str], rows: Sequence[Row], runs: int) -> float:
-        return sum(self.of_boot(c) + sum(self.of_row(c, r, runs) for r in rows) for c in columns)
-
-    def measured(self, columns: Sequence[str]) -> bool:
-        return all(column_of(c) in self.boot for c in columns)
-
-
-def _guess(row: Row) -> float:
-    rate = _NEW_PER_SECOND_AT_ONCE if row.concurrent else _NEW_PER_SECOND
-    return 0.5 + row.requests * (row.prompt_tokens / _PROMPT_PER_SECOND + row.new_tokens / rate)
-
-
-def costs_of(store: Store, before: Costs | None = None) -> Costs:
-    """What a session measured, over what was known before; the mean of its processes."""
-    before = before or Costs()
-    boot: dict[str, list[float]] = {}
-    validate: dict[str, list[float]] = {}
-    rows: dict[str, dict[str, list[float]]] = {}
-    for process in store.processes:
-        if process.get("boot_wall_seconds") is not None:
-            boot.setdefault(process["column"], []).append(process["boot_wall_seconds"])
-    for end in store.process_ends:
-        took = end.get("seconds") or {}
-        if took.get("validate") is not None:
-            validate.setdefault(end["column"], []).append(took["validate"])
-        for row, seconds in (took.get("rows") or {}).items():
-            rows.setdefault(end["column"], {}).setdefault(row, []).append(seconds)
-    merged = {c: dict(before.rows.get(c, {})) | _means(rows.get(c, {})) for c in {*before.rows, *rows}}
-    return Costs({**before.boot, **_means(boot)}, {**before.validate, **_means(validate)}, merged)
-
-
-def _means(lists: Mapping[str, list[float]]) -> dict[str, float]:
-    return {k: sum(v) / len(v) for k, v in lists.items()}
-
-
-def load_costs(home: Path, key: str) -> Costs:
-    """What earlier sessions of this grid on this machine measured; empty where there were none."""
-    try:
-        entry = json.loads((home / COSTS).read_text())[key]
-        return Costs(entry["boot"], entry["validate"], entry["rows"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return Costs()  # only an estimate hangs on it
-
-
-def save_costs(home: Path, key: str, costs: Costs) -> None:
-    """Keep them for the next plan. Replaced whole, so that a kill leaves the old file."""
-    file = home / COSTS
-    try:
-        known = json.loads(file.read_text())
-    except (OSError, ValueError):
-        known = {}
-    known[key] = {
-        "boot": dict(costs.boot),
-        "validate": dict(costs.validate),
-        "rows": {c: dict(r) for c, r in costs.rows.items()},
-    }
-    scratch = file.with_suffix(f".{os.getpid()}")
-    scratch.write_text(json.dumps(known, indent=1))
-    scratch.replace(file)
 
 
 @dataclass(frozen=True)
@@ -221,6 +113,8 @@ def make(
     minutes = budget_minutes if budget_minutes is not None else tier.budget_minutes
     fixed_runs = tier.runs if runs is None else runs
     budget = None
+    if budget_minutes is not None and runs is None:
+        fixed_runs = _worth(costs, columns, rows) or fixed_runs
     if rounds is None:
         minutes = 20.0 if minutes is None else minutes
         budget = minutes * 60
@@ -237,6 +131,15 @@ def make(
     order = tuple(tuple(r) for r in rounds_of(columns, rounds))
     seconds = rounds * costs.of_round(columns, rows, fixed_runs)
     return Plan(tuple(columns), tuple(rows), order, fixed_runs, seconds, why, budget, tier.max_rounds)
+
+
+def _worth(costs: Costs, columns: Sequence[str], rows: Sequence[Row]) -> int | None:
+    """Runs a process that the measured costs and variances call for; None where they were not measured."""
+    if costs.within is None or costs.between is None or not costs.measured(columns):
+        return None
+    boot = sum(costs.of_boot(c) for c in columns)
+    run = sum(costs.of_row(c, r, 1) / 2 for c in columns for r in rows)
+    return runs_worth(boot, run, costs.within, costs.between)
 
 
 def show(plan: Plan, grid: Grid, costs: Costs) -> str:

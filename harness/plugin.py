@@ -208,11 +208,12 @@ def _narrowed(choice: Choice, selected: Sequence[tuple[str, str]]) -> Choice:
 
 def _plan(choice: Choice) -> str:
     from harness import plan
+    from harness.costs import load_costs
     from harness.session import costs_key, folder_of, plan_for
 
     if not choice.rows:
         return "no cell is selected, so there is nothing to plan"
-    costs = plan.load_costs(folder_of(choice.options), costs_key(choice.grid))
+    costs = load_costs(folder_of(choice.options), costs_key(choice.grid))
     return plan.show(plan_for(choice, costs), choice.grid, costs)
 
 

@@ -13,15 +13,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness import contamination, fingerprint, plan, visit
+from harness import contamination, fingerprint, visit
+from harness.costs import costs_of, save_costs
 from harness.grid import UsageError
-from harness.plan import column_of
 from harness.progress import Quiet
 from harness.progress import make as make_progress
 from harness.session import Choice, Options, Session, choose, costs_key, folder_of, plan_for, prepare, slot_of
 from harness.store import read
 from harness.visit import Visit
-from harness.workloads import Row
+from harness.workloads import Row, column_of
 
 __all__ = ["Choice", "Interrupted", "Options", "Session", "choose", "execute", "prepare"]
 
@@ -111,8 +111,8 @@ def _host_probe(session: Session, number: int, order: int) -> None:
 
 def _learn(session: Session) -> None:
     store = read(session.path)
-    session.costs = plan.costs_of(store, session.costs)
-    plan.save_costs(folder_of(session.choice.options), costs_key(session.choice.grid), session.costs)
+    session.costs = costs_of(store, session.costs)
+    save_costs(folder_of(session.choice.options), costs_key(session.choice.grid), session.costs)
 
 
 def _replan(session: Session, done: int, progress: Quiet) -> None:

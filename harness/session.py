@@ -10,9 +10,11 @@ from typing import Any
 
 from harness import fingerprint, models, plan, workloads
 from harness import grid as grids
+from harness.costs import Costs, costs_of, load_costs
 from harness.grid import Grid, UsageError
-from harness.plan import Costs, Plan
+from harness.plan import Plan
 from harness.store import FILE, SCHEMA, Store, StoreError, Writer, home, read
+from harness.workloads import TWIN, column_of
 
 NOT_SELECTED = "not-selected"
 Cell = tuple[str, str]  # row, column
@@ -112,7 +114,7 @@ def key_of(
     grid = grids.to_dict(choice.grid)
     for left_out in ("about", "path", "tiers", "gate", "margin", "alpha"):  # read by people and judges, not by workers
         grid.pop(left_out, None)
-    targets = {c: choice.grid.known_columns()[plan.column_of(c)].target for c in choice.columns}
+    targets = {c: choice.grid.known_columns()[column_of(c)].target for c in choice.columns}
     return fingerprint.digest(
         {
             "grid": grid,
@@ -145,7 +147,7 @@ def prepare(choice: Choice, cells: Collection[Cell] | None = None, *, timed: boo
         raise UsageError(str(error)) from error
     _check_work(choice, model)
     facts, folder = fingerprint.collect(), folder_of(choice.options)
-    costs = plan.load_costs(folder, costs_key(choice.grid))
+    costs = load_costs(folder, costs_key(choice.grid))
     first = plan_for(choice, costs)
     fixed = None if first.budget_seconds else len(first.rounds)
     # A budget tier may settle for fewer runs; that is its doing and not a setting.
@@ -161,7 +163,7 @@ def prepare(choice: Choice, cells: Collection[Cell] | None = None, *, timed: boo
         "tier": choice.tier.name,
         "rounds": len(first.rounds),
         "runs": first.runs,
-        "columns": list(dict.fromkeys(map(plan.column_of, choice.columns))),
+        "columns": list(dict.fromkeys(map(column_of, choice.columns))),
         "rows": [r.name for r in choice.rows],
         "plan": [list(r) for r in first.rounds],
         "key": key,
@@ -185,7 +187,7 @@ def _shelf(choice: Choice, folder: Path, timed: bool) -> Path:
     """Checks without times, and columns against themselves, lie apart: neither is the newest store of a grid."""
     if not timed:
         return folder / "validations"
-    return folder / "aa" if any(c.endswith(plan.TWIN) for c in choice.columns) else folder
+    return folder / "aa" if any(c.endswith(TWIN) for c in choice.columns) else folder
 
 
 def _check_work(choice: Choice, model: Path) -> None:
@@ -231,7 +233,7 @@ def _resume(choice: Choice, costs: Costs, model: Path, path: Path, before: Store
         writer.append(**line)
     before = read(path)
     done = done_in(before)
-    costs = plan.costs_of(before, costs)
+    costs = costs_of(before, costs)
     rounds = tuple(tuple(r) for r in before.plan)
     made = plan_for(choice, costs)
     seconds = len(rounds) * costs.of_round(choice.columns, choice.rows, before.session["runs"])
@@ -267,12 +269,12 @@ def half_done(store: Store) -> list[dict[str, Any]]:
 
 def slot_of(line: Mapping[str, Any]) -> str:
     """The place in the plan that a line belongs to: its column, or the column's second arm."""
-    return f"{line['column']}{plan.TWIN}" if line.get("arm") == "b" else str(line["column"])
+    return f"{line['column']}{TWIN}" if line.get("arm") == "b" else str(line["column"])
 
 
 def twinned(choice: Choice) -> Choice:
     """The choice with every column beside itself, for an A/A session."""
-    return replace(choice, columns=tuple(s for c in choice.columns for s in (c, c + plan.TWIN)))
+    return replace(choice, columns=tuple(s for c in choice.columns for s in (c, c + TWIN)))
 
 
 def done_in(store: Store) -> set[tuple[int, str, str]]:

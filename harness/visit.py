@@ -12,11 +12,10 @@ from typing import Any
 from adapters.engines.settings import environment
 from harness import child
 from harness.child import Died, Hang, Worker
-from harness.plan import TWIN, column_of
 from harness.progress import Quiet
 from harness.session import Session, folder_of, slot_of
 from harness.store import read
-from harness.workloads import Row
+from harness.workloads import TWIN, Row, column_of
 
 # What a user may have set that changes an engine; stored beside what the harness itself sets.
 _TELLING = ("VLLM_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "CUDA_VISIBLE", "NCCL_", "HF_HUB_OFFLINE", "TAPGRID_")

@@ -39,6 +39,17 @@ WARM_UP = -1  # the run number of the untimed run: prompts of its own
 # Columns with nothing attached, known by name so that a plan can say without importing them what they will refuse.
 PLAIN_COLUMNS = ("vanilla", "vanilla-eager", "hf")
 
+TWIN = "~b"  # in a plan, the second arm of a column that is measured against itself
+
+
+def column_of(slot: str) -> str:
+    """The column that a place in a plan measures.
+
+    >>> column_of("vanilla-eager~b")
+    'vanilla-eager'
+    """
+    return slot.removesuffix(TWIN)
+
 
 @dataclass(frozen=True)
 class Row:

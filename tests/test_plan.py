@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from harness import costs as kept
 from harness import plan
+from harness.costs import Costs
 from harness.grid import Tier, load
-from harness.plan import Costs, fit, rounds_of, runs_worth, williams
+from harness.plan import fit, rounds_of, runs_worth, williams
 from harness.store import Store
 
 GRID = load("smollm2")
@@ -132,18 +134,18 @@ def test_costs_are_learnt_kept_and_replaced_whole(tmp_path: Path) -> None:
             {"column": "hf", "seconds": {}},
         ),
     )
-    costs = plan.costs_of(store, Costs(boot={"vanilla": 9.0}, rows={"hf": {"lens": 7.0}}))
+    costs = kept.costs_of(store, Costs(boot={"vanilla": 9.0}, rows={"hf": {"lens": 7.0}}))
     assert costs.boot == {"vanilla": 9.0, "hf": 5.0}
     assert costs.validate == {"hf": 2.0}
     assert costs.rows == {"hf": {"lens": 7.0, "steer": 1.5}}
-    plan.save_costs(tmp_path, "a", costs)
-    plan.save_costs(tmp_path, "b", Costs())
-    assert plan.load_costs(tmp_path, "a") == costs
-    assert plan.load_costs(tmp_path, "none") == Costs()
-    (tmp_path / plan.COSTS).write_text("{torn")
-    assert plan.load_costs(tmp_path, "a") == Costs()
-    plan.save_costs(tmp_path, "a", costs)
-    assert plan.load_costs(tmp_path, "a") == costs
+    kept.save_costs(tmp_path, "a", costs)
+    kept.save_costs(tmp_path, "b", Costs())
+    assert kept.load_costs(tmp_path, "a") == costs
+    assert kept.load_costs(tmp_path, "none") == Costs()
+    (tmp_path / kept.COSTS).write_text("{torn")
+    assert kept.load_costs(tmp_path, "a") == Costs()
+    kept.save_costs(tmp_path, "a", costs)
+    assert kept.load_costs(tmp_path, "a") == costs
 
 
 def test_a_plan_is_json() -> None:
@@ -151,3 +153,34 @@ def test_a_plan_is_json() -> None:
     assert made["columns"] == list(COLUMNS)
     assert len(made["rounds"]) == 3
     assert made["seconds"] > 0
+
+
+def scattered(within: float, between: float) -> list[dict[str, object]]:
+    """Runs of four processes of two cells whose log values scatter exactly so much."""
+    runs = []
+    for row in ("generate", "steer"):
+        for p, offset in enumerate((-1, -1, 1, 1)):
+            for sign in (-1, 1):
+                # Two runs at +-d have variance 2 d^2; four means at +-m have variance 4 m^2 / 3.
+                log = 3 + offset * (0.75 * between) ** 0.5 + sign * (within / 2) ** 0.5
+                runs.append({"row": row, "column": "hf", "process": f"p{p}", "value_cpu": 2.718281828459045**log})
+    return runs
+
+
+def test_variances_within_and_between_processes_are_told_apart() -> None:
+    within, between = kept.variances(scattered(0.0004, 0.01), "cpu")
+    assert within == pytest.approx(0.0004)
+    assert between == pytest.approx(0.01 - 0.0004 / 2)  # a mean of two runs carries half of their variance
+    assert kept.variances(scattered(0.0004, 0.01), "wall") == (None, None)
+    assert kept.variances(scattered(0.0004, 0.01)[:2], "cpu") == (pytest.approx(0.0004), None)
+
+
+def test_a_budget_asked_for_chooses_runs_from_the_variances() -> None:
+    from dataclasses import replace
+
+    costs = replace(measured(boot=77, row=0.1), within=0.01, between=0.01)
+    assert make("standard", costs, budget_minutes=60).runs == 8  # sqrt(80 / 1.3) runs, at most 8
+    assert make("standard", replace(costs, between=0.1), budget_minutes=60).runs == 3
+    assert make("standard", costs, budget_minutes=60, runs=2).runs == 2
+    assert make("standard", costs).runs == 3  # a tier's runs are the tier's
+    assert make("standard", replace(costs, within=None), budget_minutes=60).runs == 3
