@@ -62,15 +62,21 @@ def data(view: View) -> Safe:
     digest = hashlib.sha256(block.encode()).hexdigest()
     path = getattr(view.store, "path", None)
     store = "/".join(path.parts[-2:]) if path else None  # the rest of the path is this machine's own business
-    held = f"{plural(len(view.cells), 'cell')} exactly, as `tapgrid show --json` prints them"
     runs = (
         "runs are left to the store"
         if len(view.store.runs) > MOST_RUNS
         else f"{plural(len(view.store.runs), 'run')} to six digits"
     )
+    said = [
+        f"This page carries {plural(len(view.cells), 'cell')} exactly, as ",
+        tag("code", "tapgrid show --json"),
+        f" prints them; {runs}. Schema {SCHEMA}, SHA-256 ",
+        tag("code", digest[:16]),
+        ".",
+    ]
     return join(
         [
-            tag("p", f"This page carries {held}; {runs}. Schema {SCHEMA}, SHA-256 ", tag("code", digest[:16]), ". "),
+            tag("p", *said),
             tag("p", "Every line as it was measured: ", tag("code", store)) if store else "",
             tag("p", tag("button", "download JSON", type="button", data_do="json"), class_="js-only"),
             tag("script", block, type="application/json", id="embedded"),

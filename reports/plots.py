@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from reports.marks import Mark, marks
 from reports.numbers import finite
+from reports.svg import axis
 from reports.view import Panel, arrange
 from reports.words import verdict
 
@@ -70,8 +71,13 @@ def figure(panel: Panel, own: dict[str, Mark], margin: float) -> Any:
         _draw(axes, panel.cells[row, column][1], own[column], -i)
     words = [f"{row} · {c}  {verdict(panel.cells[row, c][1].verdict).sign}" for row, c in shown]
     axes.set_yticks([-i for i in range(len(shown))], words, fontsize=7)
-    axes.set_xlabel("share of the plain engine")
-    axes.set_title(panel.grid)
+    scale = axis([s for place in shown for s in panel.cells[place][1].process_shares])
+    axes.set_xlim(scale.low, scale.high)
+    axes.set_xticks(scale.ticks(), [f"{100 * t:g} %" for t in scale.ticks()], fontsize=8)
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(-len(shown) + 0.3, 0.7)
+    axes.set_xlabel("share of the plain engine, log scale", fontsize=8)
+    axes.set_title(panel.grid, fontsize=10, loc="left")
     return made
 
 

@@ -50,7 +50,7 @@ FIELDS: tuple[Field, ...] = (
     Field("p", "p", lambda c: facts.p(c.p), "over rounds; the test's name is on each number"),
     Field("adj. p", "p_adjusted", lambda c: facts.p(c.p_adjusted), "adjusted for the number of cells in the report"),
     Field("detects", "smallest_detectable", facts.smallest, "the smallest difference that this run could have seen"),
-    Field("n", "rounds", facts.evidence, "rounds that count / runs over all processes"),
+    Field("rounds/runs", "rounds", facts.evidence, "rounds that count / runs over all processes"),
     Field(
         "activations", "validated", facts.validation, "compared with the reference in the same process", number=False
     ),

@@ -196,7 +196,7 @@ def lines(spec: Spec = STANDARD) -> list[dict[str, Any]]:
         turn = r % len(spec.columns)
         for order, column in enumerate([*spec.columns[turn:], *spec.columns[:turn]]):
             made += _column(rng, r, order, column, drift, spec)
-    return made
+    return [*made, {"kind": "session_end", "session": "s1"}]
 
 
 def store_of(made: Sequence[dict[str, Any]], folder: Path) -> stores.Store:
