@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from adapters import patterns
 from adapters.interleave import Interleaver, Key, no_such_module
 from adapters.layouts import replaced
 from adapters.points import LOGITS_KEY, SAMPLED_KEY
@@ -17,7 +18,7 @@ class Hooks:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
-        self._handles: dict[Key, RemovableHandle] = {}
+        self._handles: dict[Key, RemovableHandle | patterns.Seam] = {}
         self._around: dict[str, RemovableHandle] = {}
 
     def attach(self, key: Key, il: Interleaver) -> None:
@@ -25,12 +26,20 @@ class Hooks:
         if key in self._handles or key is LOGITS_KEY or key is SAMPLED_KEY:
             return
         path, side = key
+        visit = il.visit
+        if side == "attention":
+            try:
+                self._handles[key] = patterns.attach(
+                    self.model, path, lambda: key in il.waiting, lambda seen: visit(key, seen)
+                )
+            except AttributeError:
+                raise no_such_module(path, [n for n, _ in self.model.named_modules() if n]) from None
+            return
         try:
             module = self.model.get_submodule(path)
         except AttributeError:
             raise no_such_module(path, [n for n, _ in self.model.named_modules() if n]) from None
         self._hold_open(path)
-        visit = il.visit
 
         def out(module: torch.nn.Module, args: Any, output: Any) -> Any:
             return visit(key, output) if key in il.waiting else None

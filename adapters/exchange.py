@@ -37,7 +37,7 @@ def take(
     if form == "pair":
         x, second = found_at(site, payload)
         return rows.copy(x, index) if second is None else rows.of(x, index) + rows.of(second, index), None
-    if form != "tensor" and form != "copy":
+    if form != "tensor":
         return cut(loc, payload, rows, index, span, host)
     if loc.key is LOGITS_KEY:
         return rows.sampled(payload, index).clone(), None

@@ -29,13 +29,13 @@ def _separate(attn: str) -> dict[str, Site | str]:
     return {p: _out(f"{attn}.{p}_proj", heads=h) for p, h in heads.items()}
 
 
-def _fused(path: str, query_parts: int = 1, **q: Any) -> dict[str, Site | str]:
-    """One projection, [q | k | v]. vLLM rotates q and k where they lie."""
-    shared: dict[str, Any] = {"query_parts": query_parts}
+def _fused(path: str, query_parts: int = 1) -> dict[str, Site | str]:
+    """One projection, [q | k | v]; with two query parts, every head's query is followed by its gate."""
+    part = (0, query_parts) if query_parts > 1 else None
     return {
-        "q": _out(path, columns="q", heads="q", **shared, **q),
-        "k": _out(path, columns="k", heads="kv", **shared, **{n: v for n, v in q.items() if n != "part"}),
-        "v": _out(path, columns="v", heads="kv", **shared),
+        "q": _out(path, columns="q", heads="q", query_parts=query_parts, part=part),
+        "k": _out(path, columns="k", heads="kv", query_parts=query_parts),
+        "v": _out(path, columns="v", heads="kv", query_parts=query_parts),
     }
 
 
@@ -65,8 +65,9 @@ def _ends(embed: str, norm: str) -> dict[str, Site | str]:
     return {"embed": _out(embed), "final_norm": _out(norm), **_OUTSIDE}
 
 
-def _form(sites: Sites, form: Any, *names: str) -> dict[str, Site | str]:
-    return {n: replace(s, form=form) for n in names if isinstance(s := sites[n], Site)}
+def _apart(sites: Sites, *names: str) -> dict[str, Site | str]:
+    """Inputs that something else reads as well."""
+    return {n: replace(s, form="replaced") for n in names if isinstance(s := sites[n], Site)}
 
 
 # ---- transformers
@@ -91,17 +92,13 @@ _PAIRS: Sites = {
 }
 _LLAMA_PLAIN_VLLM = {
     **_LLAMA_HF,
-    **_fused(f"{_L}.self_attn.qkv_proj", form="copy"),
+    **_fused(f"{_L}.self_attn.qkv_proj"),
     "resid_pre": _in(_L, index=1),
     "attn_in": _in(f"{_L}.self_attn", index=1),
     "pattern": Site(f"{_L}.self_attn.attn", "attention", "pattern"),
     "mlp_pre": _out(f"{_L}.mlp.gate_up_proj", columns="gate"),
 }
-_LLAMA_VLLM = {
-    **_LLAMA_PLAIN_VLLM,
-    **_PAIRS,
-    **_form(_LLAMA_HF, "copy", "embed", "attn_out", "mlp_out"),
-}
+_LLAMA_VLLM = {**_LLAMA_PLAIN_VLLM, **_PAIRS}
 # vLLM's class that wraps the code of transformers: its modules, a leading axis of one.
 _WRAPPED = "attention_instances.{l}"
 
@@ -120,12 +117,11 @@ _MOE_NEURONS = (
 _MOE_REFUSED: Sites = {"mlp_pre": _MOE_NEURONS, "mlp_act": _MOE_NEURONS}
 
 
-def _moe(hf_gate: str, vllm_gate: str, vllm_mlp: str = "mlp") -> Kind:
-    # vLLM's expert kernel may write its result over its input.
-    vllm_in = _in(f"{_L}.{vllm_mlp}", form="copy")
+def _moe(hf_gate: str, vllm_gate: str) -> Kind:
+    """transformers' router modules choose as well, so an edit of their logits has to make them choose again."""
     return Kind(
         {**_MOE_REFUSED, "router": _out(f"{_L}.{hf_gate}", form="router")},
-        {**_MOE_REFUSED, "router": _out(f"{_L}.{vllm_gate}"), "mlp_in": vllm_in},
+        {**_MOE_REFUSED, "router": _out(f"{_L}.{vllm_gate}")},
     )
 
 
@@ -138,7 +134,7 @@ _PARALLEL = Kind({"resid_mid": _PARALLEL_MID}, {"resid_mid": _PARALLEL_MID})
 
 def _shared_norm(hf: Sites, vllm: Sites) -> Kind:
     """Attention and MLP read one norm's output: an edit of either input must not reach the other."""
-    return Kind(_form(hf, "replaced", "attn_in", "mlp_in"), _form(vllm, "replaced", "attn_in", "mlp_in")) | _PARALLEL
+    return Kind(_apart(hf, "attn_in", "mlp_in"), _apart(vllm, "attn_in", "mlp_in")) | _PARALLEL
 
 
 _RECURRENT = (
@@ -150,7 +146,7 @@ _LINEAR_SITES: Sites = {
     "attn_in": _in(f"{_L}.linear_attn"),
     "attn_out": _out(f"{_L}.linear_attn"),
 }
-_LINEAR = Kind(_LINEAR_SITES, {**_LINEAR_SITES, **_form(_LINEAR_SITES, "copy", "attn_out")})
+_LINEAR = Kind(_LINEAR_SITES, _LINEAR_SITES)
 
 # Norms after the sublayers: what is added to the residual is the norm's output, so attn_out and mlp_out are that.
 _POST_NORMS: Sites = {
@@ -160,7 +156,7 @@ _POST_NORMS: Sites = {
 _GEMMA2_HF = {**_LLAMA_HF, **_POST_NORMS, "resid_mid": _in(f"{_L}.pre_feedforward_layernorm")}
 _GEMMA2_VLLM = {
     **_LLAMA_VLLM,
-    **_form(_POST_NORMS, "copy", *_POST_NORMS),
+    **_POST_NORMS,
     "resid_mid": _in(f"{_L}.pre_feedforward_layernorm", form="pair"),
 }
 # transformers scales inside the embedding module, vLLM after it: what enters the first layer is the same on both.
@@ -171,30 +167,33 @@ _OLMO2_HF = {
     **_LLAMA_HF,
     **_POST_NORMS,
     "resid_mid": _in(f"{_L}.mlp"),
-    **_form(_LLAMA_HF, "replaced", "attn_in", "mlp_in"),
+    **_apart(_LLAMA_HF, "attn_in", "mlp_in"),
 }
 _OLMO3_VLLM = {
     **_LLAMA_PLAIN_VLLM,
     **{n: s for n, s in _OLMO2_HF.items() if n in ("attn_out", "mlp_out", "resid_mid", "mlp_in")},
-    **_form(_LLAMA_PLAIN_VLLM, "replaced", "attn_in"),
+    **_apart(_LLAMA_PLAIN_VLLM, "attn_in"),
 }
 
 # ---- families
 
 _LLAMA = Family("llama", _LLAMA_HF, _LLAMA_VLLM)
 _QWEN2_MOE = Family("qwen2_moe", _LLAMA_HF, _LLAMA_VLLM, {"moe": _moe("mlp.gate", "mlp.gate")})
-_MIXTRAL_MLP: Sites = _form({"mlp_out": _out(f"{_L}.block_sparse_moe")}, "copy", "mlp_out")
 _MIXTRAL = Family(
     "mixtral",
     _LLAMA_HF,
-    {**_LLAMA_VLLM, **_MIXTRAL_MLP},
-    {"moe": _moe("mlp.gate", "block_sparse_moe.gate", "block_sparse_moe")},
+    {
+        **_LLAMA_VLLM,
+        "mlp_in": _in(f"{_L}.block_sparse_moe"),
+        "mlp_out": _out(f"{_L}.block_sparse_moe"),
+    },
+    {"moe": _moe("mlp.gate", "block_sparse_moe.gate")},
 )
 _GATED_Q_HF: Sites = {"q": _out(f"{_L}.self_attn.q_proj", heads="q", part=(0, 2))}
 _QWEN3_NEXT = Family(
     "qwen3_next",
     {**_LLAMA_HF, **_GATED_Q_HF},
-    {**_LLAMA_VLLM, **_fused(f"{_L}.self_attn.qkv_proj", 2, form="copy", part=(0, 2))},
+    {**_LLAMA_VLLM, **_fused(f"{_L}.self_attn.qkv_proj", 2)},
     {"linear": _LINEAR, "moe": _moe("mlp.gate", "mlp.gate")},
     defaults={"full_attention_interval": 4},
 )
@@ -207,19 +206,19 @@ _LATENT = (
 _DEEPSEEK_V2 = Family(
     "deepseek_v2",
     {**_LLAMA_HF, "k": _LATENT, "v": _LATENT},
-    {**_LLAMA_VLLM, "k": _LATENT, "v": _LATENT, **_form(_LLAMA_HF, "copy", "q")},
+    {**_LLAMA_VLLM, "q": _LLAMA_HF["q"], "k": _LATENT, "v": _LATENT},
     {
         "moe": _moe("mlp.gate", "mlp.gate"),
         "q_lora": Kind(
             {"q": _out(f"{_L}.self_attn.q_b_proj", heads="q")},
-            {"q": _out(f"{_L}.self_attn.q_b_proj", heads="q", form="copy")},
+            {"q": _out(f"{_L}.self_attn.q_b_proj", heads="q")},
         ),
     },
     defaults={"first_k_dense_replace": 0},
 )
 
 # Granite multiplies what a sublayer returns before adding it, and the product is what the point means.
-_SCALED: Sites = {n: _out(f"{_L}.{m}", form="copy", scale="residual_multiplier")
+_SCALED: Sites = {n: _out(f"{_L}.{m}", scale="residual_multiplier")
                   for n, m in (("attn_out", "self_attn"), ("mlp_out", "mlp"))}  # fmt: skip
 _GRANITE = Family(
     "granite", {**_LLAMA_HF, **_SCALED}, {**_LLAMA_PLAIN_VLLM, **_SCALED}, head=Head(over="logits_scaling")
@@ -264,7 +263,7 @@ _GPTJ_HF = {
 }
 _GPTJ_VLLM = {
     **_GPTJ_HF,
-    **_fused(f"{_G}.attn.qkv_proj", form="copy"),
+    **_fused(f"{_G}.attn.qkv_proj"),
     "resid_pre": _in(_G, index=1),
     "attn_in": _in(f"{_G}.attn", index=1),
     "pattern": Site(f"{_G}.attn.attn", "attention", "pattern"),
@@ -277,7 +276,7 @@ _NEOX_HF = {
 }
 _NEOX_VLLM = {
     **_NEOX_HF,
-    **_fused(f"{_N}.attention.query_key_value", form="copy"),
+    **_fused(f"{_N}.attention.query_key_value"),
     "resid_pre": _in(_N, index=1),
     "attn_in": _in(f"{_N}.attention", index=1),
     "pattern": Site(f"{_N}.attention.attn", "attention", "pattern"),
@@ -289,7 +288,7 @@ _PHI_HF = {
 }
 _PHI_VLLM = {
     **_PHI_HF,
-    **_fused(f"{_L}.self_attn.qkv_proj", form="copy"),
+    **_fused(f"{_L}.self_attn.qkv_proj"),
     "resid_pre": _in(_L, index=1),
     "attn_in": _in(f"{_L}.self_attn", index=1),
     "pattern": Site(f"{_L}.self_attn.attn", "attention", "pattern"),

@@ -1,6 +1,7 @@
-"""How the tensors at a site are read and written: from what the model holds there to one request's rows, and back.
+"""Layouts that are more than a place in memory: what one request reads there, and how an edit of it gets back.
 
-`cut` hands out the rows and, where an edit does not land in the model's memory by itself, what writes it back.
+`cut` serves the forms of a `Site` whose edits have to be carried out (`exchange.py` serves those that lie in memory);
+`shaped` finds a point's columns and heads in a projection; `finished` is what follows the head's product.
 """
 
 from __future__ import annotations
@@ -18,34 +19,21 @@ Back = Callable[[torch.Tensor], None]
 
 def cut(
     loc: Location, payload: Any, rows: Rows, index: int, span: tuple[int, int], host: Any
-) -> tuple[Any, Back | None]:
-    """Request `index`'s part of what the model holds at `loc`, and how an edit of it gets back (None: by itself).
+) -> tuple[torch.Tensor, Back]:
+    """Request `index`'s part of what the model holds at `loc`, as a tensor of its own, and what carries an edit out.
 
-    `payload` is a module's output, or [args, kwargs] for its input; `span` the first position and the token count;
-    `host` lends the model, and says whether the engine reuses all of its buffers (`copies`).
+    `payload` is a module's output, [args, kwargs] for its input, or `patterns.Attended`; `span` the first position and
+    the token count; `host` lends the model.
     """
     site = loc.site
     if site.form == "pattern":
-        return _fresh(payload.read(index, *span)), lambda value: payload.write(index, *span, value)
-    if loc.rank < 0 and site.side == "out" and _several(payload):
-        return tuple(rows.of(t, index) if isinstance(t, torch.Tensor) else t for t in payload), None
-    found, second = _found(site, payload)
+        return payload.read(rows, index, *span), lambda pattern: payload.write(rows, index, *span, pattern)
+    found, _ = _found(site, payload)
     if site.form == "replaced":
         return _replaced(loc, payload, found, rows, index)
-    if site.lead:
-        found = found[0]
-    x = shaped(rows.of(found, index), loc)
-    if second is not None:
-        return _pair(x, rows.of(second, index))
-    if site.form == "tensor" and not host.copies:
-        return x, None
-    if site.form == "router":
-        return _fresh(x), lambda logits: _choose_again(
-            host.model.get_submodule(site.path), payload, rows, index, logits
-        )
-    if loc.scale != 1.0:
-        return _fresh(x * loc.scale), lambda value: _put(x, value / loc.scale)
-    return _fresh(x), lambda value: _put(x, value)
+    router = host.model.get_submodule(site.path)
+    logits = rows.of(found, index).clone()
+    return logits, lambda edited: _choose_again(router, payload, rows, index, edited)
 
 
 def shaped(x: torch.Tensor, loc: Location) -> torch.Tensor:
@@ -81,36 +69,6 @@ def _found(site: Site, payload: Any) -> tuple[Any, Any]:
     return next(iter(kwargs.values())), None
 
 
-def _several(output: Any) -> bool:
-    return not isinstance(output, torch.Tensor) and sum(isinstance(t, torch.Tensor) for t in output) > 1
-
-
-def _fresh(x: torch.Tensor) -> torch.Tensor:
-    """A copy that counts its versions, which is how an edit in place is noticed: inference tensors do not."""
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):
-            return x.clone()
-    return x.clone()
-
-
-def _put(x: torch.Tensor, value: torch.Tensor) -> None:
-    x.copy_(value)
-
-
-def _pair(hidden: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, Back]:
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):
-            total = hidden + residual
-    else:
-        total = hidden + residual
-
-    def back(value: torch.Tensor) -> None:
-        residual.copy_(value)
-        hidden.zero_()
-
-    return total, back
-
-
 # ---- inputs that something else reads as well
 
 
@@ -126,7 +84,7 @@ def _replaced(loc: Location, payload: Any, found: Any, rows: Rows, index: int) -
             payload.append({})
         payload[2][index] = (loc, rows, value)
 
-    return _fresh(x if earlier is None else earlier[2]), back
+    return (x if earlier is None else earlier[2]).clone(), back
 
 
 def replaced(payload: list[Any]) -> tuple[Any, Any]:

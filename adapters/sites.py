@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Engine = Literal["hf", "vllm"]
-Form = Literal["tensor", "copy", "pair", "replaced", "router", "pattern"]
+Form = Literal["tensor", "pair", "replaced", "router", "pattern"]
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,7 @@ class Site:
 
     `form` says how a tensor there is read and written:
 
-        tensor    a live view of the request's rows
-        copy      a copy, written back when it was edited: the engine reuses the memory in place once it has gone
-                  on (a fused norm, a rotary kernel), so that a kept view would turn into somebody else's numbers
+        tensor    the request's rows of a tensor, written back where they lie
         pair      (hidden, residual) of an engine that fuses the residual add into the next norm: the point is
                   their sum. Written back as (0, value), which the next norm adds up to exactly that value
         replaced  an input that something else reads as well (the norm that parallel attention and MLP share): an
@@ -51,7 +49,7 @@ class Site:
     @property
     def in_place(self) -> bool:
         """Whether a write lands in the memory that the model holds there, which is all that a tap can do."""
-        return self.form in ("tensor", "copy", "pair")
+        return self.form in ("tensor", "pair")
 
 
 # What a table says of a point: where it is, or why there is none and which is the nearest.

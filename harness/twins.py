@@ -55,20 +55,36 @@ _GEMMA: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 _GPT2: dict[str, Any] = {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 2048, "n_inner": 256}
-_GPT2_DROPS = (
-    *_WITHOUT_GROUPS,
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-)
+_SIZES_OF_GPT2 = ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+_GPT2_DROPS = (*_WITHOUT_GROUPS, "hidden_size", "intermediate_size", *_SIZES_OF_GPT2)
 # Scale factors that default to one, at which a forgotten one would not show.
 _GRANITE: dict[str, Any] = {
     "embedding_multiplier": 1.5,
     "attention_multiplier": 0.2,
     "residual_multiplier": 0.6,
     "logits_scaling": 2.0,
+}
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "kv_lora_rank": 64,
+    "q_lora_rank": None,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "routed_scaling_factor": 1.5,
+}
+_DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
 }
 
 TWINS: dict[str, Twin] = {
@@ -82,12 +98,16 @@ TWINS: dict[str, Twin] = {
     "gpt2": Twin("gpt2", {**_GPT2, "tie_word_embeddings": True}, drop=_GPT2_DROPS),
     "gptj": Twin("gptj", {**_GPT2, "rotary_dim": 16}, drop=_GPT2_DROPS),
     "gpt_neox": Twin("gpt_neox", {"rotary_pct": 0.25}, drop=_WITHOUT_GROUPS),
+    "gpt_neox_sequential": Twin(
+        "gpt_neox", {"rotary_pct": 0.25, "use_parallel_residual": False}, drop=_WITHOUT_GROUPS
+    ),
     "phi": Twin("phi", {"intermediate_size": 512}, drop=("head_dim",)),
     "phi3": Twin("phi3", {"sliding_window": None}, drop=("head_dim",)),
     "olmo2": Twin("olmo2", drop=("head_dim",)),
     "olmo3": Twin("olmo3", {"num_hidden_layers": 4, "layer_types": _SLIDING, "sliding_window": 16}, drop=("head_dim",)),
     "granite": Twin("granite", _GRANITE, drop=("head_dim",)),
     "stablelm": Twin("stablelm", drop=("head_dim",)),
+    "stablelm_parallel": Twin("stablelm", {"use_parallel_residual": True}, drop=("head_dim",)),
     "starcoder2": Twin("starcoder2", {"sliding_window": None}, drop=("head_dim",)),
     "cohere": Twin("cohere", {"logit_scale": 0.5, "tie_word_embeddings": True}, drop=("head_dim",)),
     "nemotron": Twin("nemotron"),
@@ -96,10 +116,25 @@ TWINS: dict[str, Twin] = {
         {"ffn_dim": 256, "word_embed_proj_dim": 128, "tie_word_embeddings": True},
         drop=(*_WITHOUT_GROUPS, "intermediate_size"),
     ),
+    "opt_post_ln": Twin(
+        "opt",
+        {"ffn_dim": 256, "word_embed_proj_dim": 128, "tie_word_embeddings": True, "do_layer_norm_before": False},
+        drop=(*_WITHOUT_GROUPS, "intermediate_size"),
+    ),
+    "bloom": Twin("bloom", {"n_layer": 3, "n_head": 4}, drop=(*_WITHOUT_GROUPS, "intermediate_size", *_SIZES_OF_GPT2)),
+    "smollm3": Twin("smollm3", {"no_rope_layers": [1, 0, 1]}, drop=("head_dim",)),
     "qwen2_moe": Twin(
         "qwen2_moe", {**_MOE, "shared_expert_intermediate_size": 64, "norm_topk_prob": True}, drop=("head_dim",)
     ),
     "qwen3_moe": Twin("qwen3_moe", {**_MOE, "norm_topk_prob": True}),
     "mixtral": Twin("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    # The first layer dense, latent attention without and with a compressed query.
+    "deepseek_v2": Twin("deepseek_v2", _DEEPSEEK, drop=_WITHOUT_GROUPS),
+    "deepseek_v2_q_lora": Twin("deepseek_v2", {**_DEEPSEEK, "q_lora_rank": 48}, drop=_WITHOUT_GROUPS),
+    # Gated delta nets but for every second layer.
+    "qwen3_next": Twin(
+        "qwen3_next", {**_DELTA_NET, **_MOE, "shared_expert_intermediate_size": 64, "mlp_only_layers": [0]}
+    ),
+    "qwen3_5": Twin("qwen3_5_text", _DELTA_NET),
     "olmoe": Twin("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}, drop=("head_dim",)),
 }
