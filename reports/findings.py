@@ -79,7 +79,7 @@ def _badness(finding: Line) -> tuple[int, float]:
 def _label(finding: Line) -> tuple[str, int | None]:
     point, layer = str(finding.get("point")), finding.get("layer")
     base, _, number = point.rpartition(".")
-    if layer is None and base and number.isdecimal():
+    if base and number.isdecimal() and layer in (None, int(number)):
         point, layer = base, int(number)
     what = str(finding.get("what") or "read")
     row = finding.get("row")

@@ -6,7 +6,7 @@ markdown.write(store, cells, Path("report.md"))
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from reports.escape import code
 from reports.escape import markdown as escape
 from reports.files import replace
 from reports.header import facts_line, warnings
-from reports.matrix import Reason, brief, read_against, reasons
+from reports.matrix import brief, numbers, read_against, reasons
 from reports.numbers import significant
 from reports.view import Panel, View, view
 from reports.words import sentence, verdict
@@ -42,8 +42,7 @@ def _weighed(cell: Cell, shown: str) -> str:
     return _WEIGHT.get(cell.verdict, "{}").format(shown) if shown else ""
 
 
-def _short(cell: Cell, notes: Mapping[Reason, int]) -> str:
-    note = notes.get((cell.verdict, facts.reason(cell)))
+def _short(cell: Cell, note: int | None) -> str:
     parts = (_weighed(cell, escape(brief(cell))), escape(verdict(cell.verdict).sign), f"({note})" if note else "")
     return " ".join(part for part in parts if part)
 
@@ -51,14 +50,11 @@ def _short(cell: Cell, notes: Mapping[Reason, int]) -> str:
 def _grid(panel: Panel) -> list[str]:
     """Rows by columns, and the numbered reasons of what holds no claim."""
     found = reasons(panel)
-    notes = {reason: n for n, reason in enumerate(found, 1)}
-    body = [
-        [
-            escape(row),
-            *(_short(panel.cells[row, c][1], notes) if (row, c) in panel.cells else "" for c in panel.columns),
-        ]
-        for row in panel.rows
-    ]
+    notes = numbers(found)
+    body = []
+    for row in panel.rows:
+        held = [(panel.cells.get((row, c)), notes.get((row, c))) for c in panel.columns]
+        body.append([escape(row), *(_short(cell[1], note) if cell else "" for cell, note in held)])
     lines = [f"## {escape(panel.grid)}", ""]
     heads = [" ".join(filter(None, (escape(c), escape(read_against(panel, c))))) for c in panel.columns]
     lines += _table(["row", *heads], body)
@@ -67,9 +63,8 @@ def _grid(panel: Panel) -> list[str]:
         for name in ("FASTER", "SLOWER", "SAME", "UNCLEAR", "REFERENCE")
     )
     lines += [f"{signs}.", ""]
-    for (name, said), cells in found.items():
-        where = ", ".join(dict.fromkeys(c.column for c in cells))
-        lines.append(f"{notes[name, said]}. {verdict(name).short}: {escape(said)} ({escape(where)}; {len(cells)})")
+    for why in found:
+        lines.append(f"{why.number}. {verdict(why.verdict).short}: {escape(why.sentence)} ({escape(why.where)})")
     return [*lines, ""] if found else lines
 
 

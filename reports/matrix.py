@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reports import facts
@@ -16,7 +18,20 @@ from reports.words import verdict
 if TYPE_CHECKING:
     from harness.judge import Cell
 
-Reason = tuple[str, str]  # verdict, sentence
+
+@dataclass(frozen=True)
+class Why:
+    """One reason, numbered as in the grid, and the cells that it stands for."""
+
+    number: int
+    verdict: str
+    sentence: str
+    cells: tuple[Cell, ...]
+
+    @property
+    def where(self) -> str:
+        """The columns, and how many cells."""
+        return f"{', '.join(dict.fromkeys(c.column for c in self.cells))}; {len(self.cells)}"
 
 
 def tint(share: float | None) -> str | None:
@@ -34,15 +49,29 @@ def tint(share: float | None) -> str | None:
     return f"tint-{'m' if octaves < 0 else 'p'}{level}" if level else None
 
 
-def reasons(panel: Panel) -> dict[Reason, list[Cell]]:
+def _anywhere(cell: Cell) -> str:
+    """The cell's reason without the name of its row, so that the same refusal of many rows is one."""
+    return re.sub(rf"(?<![\w-]){re.escape(cell.row)}(?![\w-])", "this row", facts.reason(cell))
+
+
+def reasons(panel: Panel) -> list[Why]:
     """Why cells hold no claim: every reason once, in the order in which the grid is read, with its cells."""
-    found: dict[Reason, list[Cell]] = {}
+    found: dict[tuple[str, str], list[Cell]] = {}
     for row in panel.rows:
         for column in panel.columns:
             _, cell = panel.cells.get((row, column), (0, None))
-            if cell and (cell.verdict in facts.NO_CLAIM):
-                found.setdefault((cell.verdict, facts.reason(cell)), []).append(cell)
-    return found
+            if cell and cell.verdict in facts.NO_CLAIM:
+                found.setdefault((cell.verdict, _anywhere(cell)), []).append(cell)
+    listed = []
+    for n, ((name, shared), cells) in enumerate(found.items(), 1):
+        said = {facts.reason(c) for c in cells}
+        listed.append(Why(n, name, shared if len(said) > 1 else said.pop(), tuple(cells)))
+    return listed
+
+
+def numbers(whys: Sequence[Why]) -> dict[tuple[str, str], int]:
+    """(row, column) -> the number of its reason."""
+    return {(c.row, c.column): why.number for why in whys for c in why.cells}
 
 
 def brief(cell: Cell) -> str:
@@ -61,13 +90,12 @@ def _content(cell: Cell, note: int | None) -> Safe:
     return join(parts)
 
 
-def _cell(i: int, cell: Cell, notes: Mapping[Reason, int]) -> Safe:
+def _cell(i: int, cell: Cell, note: int | None) -> Safe:
     sign = verdict(cell.verdict)
     shade = tint(cell.share) if sign.judged else None
     label = f"{cell.row}, {cell.column}: {sign.short} {brief(cell)}".strip()
     why = None if sign.judged else facts.remarks(cell) or None
-    content = _content(cell, notes.get((cell.verdict, facts.reason(cell))))
-    link = tag("a", content, href=f"#c{i}", data_i=i, aria_label=label, title=why)
+    link = tag("a", _content(cell, note), href=f"#c{i}", data_i=i, aria_label=label, title=why)
     return tag("td", link, class_=" ".join(filter(None, ("v-" + sign.style, shade))))
 
 
@@ -77,34 +105,38 @@ def read_against(panel: Panel, column: str) -> str:
     return "" if found <= {column} else f"% of {' or '.join(sorted(found - {column}))}"
 
 
-def _notes(found: Mapping[Reason, list[Cell]]) -> Safe:
+def _notes(found: Sequence[Why]) -> Safe:
     """The reasons, numbered as in the cells."""
     if not found:
         return Safe("")
-    items = []
-    for (name, said), cells in found.items():
-        columns = ", ".join(dict.fromkeys(c.column for c in cells))
-        word = tag("b", verdict(name).short, class_="v-" + verdict(name).style)
-        items.append(tag("li", word, " ", said, " ", tag("span", f"({columns}; {len(cells)})", class_="where")))
+    items = [
+        tag(
+            "li",
+            tag("b", verdict(why.verdict).short, class_="v-" + verdict(why.verdict).style),
+            f" {why.sentence} ",
+            tag("span", f"({why.where})", class_="where"),
+        )
+        for why in found
+    ]
     return tag("div", tag("h3", "Cells without a claim, and why"), tag("ol", *items), class_="notes")
+
+
+def _row(row: str, panel: Panel, notes: Mapping[tuple[str, str], int]) -> Safe:
+    cells = [
+        _cell(*panel.cells[row, c], notes.get((row, c))) if (row, c) in panel.cells else tag("td")
+        for c in panel.columns
+    ]
+    return tag("tr", tag("th", row, scope="row"), *cells)
 
 
 def panel_matrix(panel: Panel, view: View) -> Safe:
     """One grid as a table of shares, in per cent of the plain engine that stands above each column."""
     found = reasons(panel)
-    notes = {reason: n for n, reason in enumerate(found, 1)}
     heads = [
         tag("th", mark_svg(view.marks[c]), c, tag("span", read_against(panel, c), class_="of"), scope="col")
         for c in panel.columns
     ]
-    body = [
-        tag(
-            "tr",
-            tag("th", row, scope="row"),
-            *(_cell(*panel.cells[row, c], notes) if (row, c) in panel.cells else tag("td") for c in panel.columns),
-        )
-        for row in panel.rows
-    ]
+    body = [_row(row, panel, numbers(found)) for row in panel.rows]
     head = tag("tr", tag("th", "", class_="corner"), *heads)
     table = tag("table", tag("thead", head), tag("tbody", *body), class_="matrix", data_rove=len(panel.columns))
     return tag("div", tag("div", table, class_="scroll"), _notes(found), class_="glance")

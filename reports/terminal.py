@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from reports import facts
 from reports.escape import clean
-from reports.matrix import Reason, brief, read_against, reasons
+from reports.matrix import brief, numbers, read_against, reasons
 from reports.view import Panel, arrange
 from reports.words import VERDICTS, counts, sentence, verdict
 
@@ -28,10 +27,9 @@ _STYLE = {
 }  # fmt: skip
 
 
-def _text(cell: Cell, notes: Mapping[Reason, int]) -> Text:
+def _text(cell: Cell, note: int | None) -> Text:
     """A cell in a few characters: its share, else its value, its sign, and the number of its reason."""
     sign, style = verdict(cell.verdict).sign, _STYLE.get(cell.verdict, "")
-    note = notes.get((cell.verdict, facts.reason(cell)))
     shown = clean(brief(cell))
     parts = [shown, sign, f"({note})" if note else ""]
     text = Text(" ".join(p for p in parts if p), style=style)
@@ -40,7 +38,7 @@ def _text(cell: Cell, notes: Mapping[Reason, int]) -> Text:
     return text
 
 
-def _table(panel: Panel, notes: Mapping[Reason, int]) -> Table:
+def _table(panel: Panel, notes: Mapping[tuple[str, str], int]) -> Table:
     table = Table(
         title=Text(clean(panel.grid)),
         title_justify="left",
@@ -56,7 +54,8 @@ def _table(panel: Panel, notes: Mapping[Reason, int]) -> Table:
             vertical="top",
         )
     for row in panel.rows:
-        texts = [_text(panel.cells[row, c][1], notes) if (row, c) in panel.cells else Text() for c in panel.columns]
+        held = [(panel.cells.get((row, c)), notes.get((row, c))) for c in panel.columns]
+        texts = [_text(found[1], note) if found else Text() for found, note in held]
         table.add_row(Text(clean(row)), *texts)
     return table
 
@@ -73,14 +72,11 @@ def render(cells: Sequence[Cell], *, width: int = 120, color: bool = False) -> s
     )
     for panel in arrange(cells):
         found = reasons(panel)
-        notes = {reason: n for n, reason in enumerate(found, 1)}
-        console.print(_table(panel, notes))
+        console.print(_table(panel, numbers(found)))
         console.print()
-        for (name, said), number in notes.items():
-            where = ", ".join(dict.fromkeys(c.column for c in found[name, said]))
-            console.print(
-                Text(f"({number}) {verdict(name).short}: {clean(said)} [{clean(where)}; {len(found[name, said])}]")
-            )
+        for why in found:
+            said = f"({why.number}) {verdict(why.verdict).short}: {clean(why.sentence)} [{clean(why.where)}]"
+            console.print(Text(said))
     if cells:
         tally = counts(cells)
         console.print(Text("   ".join(f"{v.sign} {v.short}" for v in VERDICTS if tally[v.name]), style="dim"))

@@ -222,14 +222,16 @@ def test_marks_and_intervals_stand_where_their_numbers_are() -> None:
     assert drawn > 20
 
 
-def test_every_reason_is_beside_the_grid_once() -> None:
+def test_every_reason_is_beside_the_grid_once_and_numbered_in_its_cells() -> None:
     notes = tree().one("div", class_="notes").all("li")
-    wanted = {(c.verdict, c.reason) for c in rich().cells if c.verdict in ("UNSUPPORTED", "MISSING", "INVALID")}
-    assert len(notes) == len(wanted)
-    assert all(any(reason in n.words for n in notes) for _, reason in wanted)
-    assert sum(int(n.words.rpartition("; ")[2].rstrip(")")) for n in notes) == sum(
-        c.verdict in ("UNSUPPORTED", "MISSING", "INVALID") for c in rich().cells
-    )
+    without = [c for c in rich().cells if c.verdict in (*NO_NUMBER, "INVALID")]
+    assert len(notes) == len({(c.verdict, c.reason) for c in without})
+    assert sum(int(n.words.rpartition("; ")[2].rstrip(")")) for n in notes) == len(without)
+    links = {int(a.attributes["data-i"]): a for a in tree().one("table", class_="matrix").all("a")}
+    for i, cell in enumerate(rich().cells):
+        marks = links[i].all("sup")
+        assert len(marks) == (cell in without)
+        assert all(cell.reason in notes[int(m.text) - 1].words for m in marks)
 
 
 def test_the_counts_add_up() -> None:

@@ -16,7 +16,7 @@ from reports.marks import SHAPES, SMALL, marks
 from reports.runs import runs
 from reports.svg import Axis, axis
 from reports.timeline import points, probe_changes, timeline
-from reports.view import view
+from reports.view import arrange, view
 from tests.test_report_dom import parse
 from tests.test_report_sample import COLUMNS, PLAIN, Spec, lines, rich, store_of
 
@@ -99,6 +99,26 @@ def test_tints_are_even_in_the_logarithm() -> None:
         assert above == below.replace("-m", "-p")
 
 
+# ---- reasons
+
+
+def refusals(sentence: str) -> list[matrix.Why]:
+    cells = [c for c in rich().cells if c.verdict == "UNSUPPORTED" and c.column == "hf"]
+    made = [dataclasses.replace(c, reason=sentence.format(row=c.row)) for c in cells]
+    return matrix.reasons(arrange(made)[0])
+
+
+def test_a_refusal_that_only_names_its_row_is_one_reason() -> None:
+    (why,) = refusals("hf cannot do {row}")
+    assert why.sentence == "[not-plain] hf cannot do this row"
+    assert why.where == "hf; 9"
+
+
+def test_a_reason_that_holds_for_one_row_keeps_its_words() -> None:
+    found = refusals("no way to probe")
+    assert {w.sentence for w in found} == {"[not-plain] no way to probe"}
+
+
 # ---- words
 
 
@@ -132,6 +152,8 @@ def test_the_worst_of_a_place_stands_for_it() -> None:
 def test_a_layer_in_the_points_name_is_a_layer() -> None:
     apart, joined = findings.spots([finding()])[0], findings.spots([finding(point="resid_post.3", layer=None)])[0]
     assert (apart.label, apart.layer) == (joined.label, joined.layer) == ("resid_post", 3)
+    assert findings.spots([finding(point="resid_post.3")])[0].place == "resid_post.3"
+    assert findings.spots([finding(point="resid_post.4")])[0].place == "resid_post.4.3"  # two layers: both are shown
     assert findings.spots([finding(point="logits", layer=None)])[0].layer is None
 
 
