@@ -61,8 +61,6 @@ class InterpEngineVLLM:
 
         torch.set_num_threads(settings.threads)
         self._arguments = vllm_arguments(model, settings, eager=self.backend == "vllm")
-        self._real_params = vllm.SamplingParams
-        vllm.SamplingParams = self._sampling_params
         own = ("model", "dtype", "max_model_len", "tensor_parallel_size", "enforce_eager")
         rest = {k: v for k, v in self._arguments.items() if k not in own}
         if settings.tensor_parallel == 1:
@@ -80,6 +78,9 @@ class InterpEngineVLLM:
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._loop = asyncio.new_event_loop()
         self._loop.run_until_complete(self._model.warmup())
+        # After the warm-up: the static engine tests itself by the text that it makes.
+        self._real_params = vllm.SamplingParams
+        vllm.SamplingParams = self._sampling_params
 
     def _sampling_params(self, **arguments: Any) -> Any:
         return self._real_params(**arguments | {"ignore_eos": True, "detokenize": False})
