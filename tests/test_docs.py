@@ -1,0 +1,53 @@
+"""Documentation that runs: the README's Python, the doctests of every module that has one, and the commands it names."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+MODULES = sorted(
+    str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
+    for room in ("adapters", "harness", "validation", "reports")
+    for path in (ROOT / room).rglob("*.py")
+    if ">>>" in path.read_text()
+) + ["tapgrid"]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_doctests(module: str) -> None:
+    failed, tried = doctest.testmod(importlib.import_module(module), optionflags=doctest.ELLIPSIS)
+    assert tried, f"{module} has '>>>' and no doctest that runs"
+    assert not failed
+
+
+@pytest.mark.engine
+def test_the_readme_runs() -> None:
+    code = "\n".join(blocks("python"))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "torch.Size([13])" in done.stdout, "6 prompt tokens and 8 new ones, less the last, which is never an input"
+    assert done.stdout.count("[0, 1, 2, 3, 4, 5]") == 1, "the first pass of steps() holds the prompt"
+
+
+def test_every_tapgrid_command_of_the_readme_exists() -> None:
+    listed = re.search(r"^tapgrid ([a-z| ]+)$", README, re.MULTILINE)
+    assert listed is not None
+    help_text = subprocess.run(
+        [sys.executable, "-m", "tapgrid", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    for command in listed.group(1).split(" | "):
+        assert re.search(rf"^    {command}\b", help_text, re.MULTILINE), command
