@@ -47,7 +47,7 @@ from harness.stats import Array, Interval, equivalence
 LEAST = 3
 # (range as correlation from slot to slot, drift variance, round variance), variances in units of a process's own.
 _MENU = [(0.0, 0.0, r) for r in (0.0, 0.5, 2.0, 8.0)] + [
-    (rho, q, r) for rho in (0.6, 0.9, 0.98) for q in (0.5, 2.0, 8.0, 32.0) for r in (0.0, 2.0)
+    (rho, q, r) for rho in (0.6, 0.9, 0.98) for q in (0.5, 2.0, 8.0, 32.0, 128.0, 512.0) for r in (0.0, 2.0)
 ]
 
 
