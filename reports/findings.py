@@ -59,21 +59,23 @@ def kind(finding: Line) -> str:
     return next((letter for letter, _, words in KINDS if any(w in said for w in words)), "E")
 
 
-def step(ratio: float | None) -> int:
-    """The colour step of a ratio error / yardstick: 0 to 3 below it, 4 at it, 5 to 8 above it.
+def step(ratio: float | None, verdict: str = "FAIL") -> int:
+    """The colour step of a ratio error / yardstick: 0 to 3 below it, 4 at it, 5 to 8 above it. What has no ratio
+    (a head that is exactly zero, a token that is the forced one) is coloured by its verdict.
 
-    >>> [step(r) for r in (0.1, 0.7, 1.0, 2.5, 5.1)]
-    [0, 3, 4, 6, 8]
+    >>> [step(r) for r in (0.1, 0.7, 1.0, 2.5, 5.1)], step(None, "PASS")
+    ([0, 3, 4, 6, 8], 4)
     """
     if ratio is None:
-        return 8
+        return {"PASS": 4, "WARN": 7}.get(verdict, 8)
     edges = (0.25, 0.4, 0.57, 0.8, 1.25, 1.75, 2.5, 5.0)
     return sum(ratio > edge for edge in edges)
 
 
 def _badness(finding: Line) -> tuple[int, float]:
-    ratio = finite(finding.get("ratio"))
-    return RANK.get(str(finding.get("verdict")), 2), math.inf if ratio is None else ratio
+    """Failures first; among equals the largest ratio. A failure without one could not even be measured."""
+    rank, ratio = RANK.get(str(finding.get("verdict")), 2), finite(finding.get("ratio"))
+    return rank, ratio if ratio is not None else math.inf if rank else -1.0
 
 
 def _label(finding: Line) -> tuple[str, int | None]:
@@ -83,7 +85,7 @@ def _label(finding: Line) -> tuple[str, int | None]:
         point, layer = base, int(number)
     what = str(finding.get("what") or "read")
     row = finding.get("row")
-    before = "" if what == "read" and not row else f"{row or what} → "
+    before = f"{row} → " if row else "write → " if what == "write" else ""
     return before + point, layer if isinstance(layer, int) and not isinstance(layer, bool) else None
 
 

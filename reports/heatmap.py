@@ -22,7 +22,9 @@ def _told(spot: Spot) -> str:
 
 
 def _square(spot: Spot, x: int, y: int) -> Safe:
-    style = f"h{findings.step(spot.ratio)}" + ("" if spot.verdict == "PASS" else f" {spot.verdict.lower()}")
+    style = f"h{findings.step(spot.ratio, spot.verdict)}" + (
+        "" if spot.verdict == "PASS" else f" {spot.verdict.lower()}"
+    )
     square = tag("rect", tag("title", _told(spot)), x=x, y=y, class_=style)
     if spot.verdict == "PASS":
         return square

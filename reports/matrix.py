@@ -92,7 +92,7 @@ def _content(cell: Cell, note: int | None) -> Safe:
 
 def _cell(i: int, cell: Cell, note: int | None) -> Safe:
     sign = verdict(cell.verdict)
-    shade = tint(cell.share) if sign.judged else None
+    shade = tint(cell.share) if cell.verdict in ("FASTER", "SLOWER") else None  # no colour without a claim
     label = f"{cell.row}, {cell.column}: {sign.short} {brief(cell)}".strip()
     why = None if sign.judged else facts.remarks(cell) or None
     link = tag("a", _content(cell, note), href=f"#c{i}", data_i=i, aria_label=label, title=why)

@@ -7,7 +7,8 @@ whose inner part stretches with the page (`preserveAspectRatio="none"` and strok
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reports import facts
@@ -24,18 +25,34 @@ HEIGHT = 18
 MIDDLE = str(HEIGHT // 2)
 
 
-def of_vanilla(cell: Cell) -> float | None:
-    """The share of vanilla; vanilla itself stands at 100 %. In a grid without vanilla, the share that was judged."""
-    share = finite(cell.share_vanilla)
-    if share is None:
-        share = 1.0 if cell.verdict == "REFERENCE" and cell.against == cell.column else finite(cell.share)
-    return share
+@dataclass(frozen=True)
+class Scales:
+    """What the lines of one grid share: the plain engine of the left plot, and both axes."""
+
+    base: str
+    wide: Axis
+    near: Axis
+
+    def on_base(self, cell: Cell) -> float | None:
+        """The share of the left plot's engine, which itself stands at 100 %."""
+        if cell.verdict == "REFERENCE" and cell.column == self.base:
+            return 1.0
+        return finite(cell.share_vanilla) if self.base == "vanilla" else finite(cell.share)
 
 
-def _shares(cells: Iterable[Cell]) -> list[object]:
-    return [
-        s for c in cells for s in (of_vanilla(c), *((c.low, c.high, *c.process_shares) if c.against != "hf" else ()))
-    ]
+def judged(cell: Cell) -> float | None:
+    """The share of the cell's own plain engine, which itself stands at 100 %."""
+    return 1.0 if cell.verdict == "REFERENCE" and cell.column == cell.against else finite(cell.share)
+
+
+def scales(panel: Panel, margin: float, at: int) -> Scales:
+    """The axes of the grid that is number `at` on the page. The left one is of vanilla where the grid has it."""
+    cells = [c for _, c in panel.cells.values()]
+    vanilla = "vanilla" in panel.columns or any(c.share_vanilla is not None for c in cells)
+    base = "vanilla" if vanilla else next((c.against for c in cells if c.against), "vanilla")
+    shares: list[object] = [c.share_vanilla if vanilla else c.share for c in cells]
+    shares += [s for c in cells if c.against == base for s in (c.low, c.high, *c.process_shares)]
+    return Scales(base, axis(shares, id=f"w{at}"), _close(margin, id=f"n{at}"))
 
 
 def _close(margin: float, id: str) -> Axis:
@@ -99,28 +116,29 @@ def _name(i: int, cell: Cell, view: View) -> Safe:
     return tag("a", mark_svg(view.marks[cell.column]), tag("span", cell.column), href=f"#c{i}", data_i=i)
 
 
-def _number(cell: Cell) -> Safe:
-    """The judged share and what it is of; the reference shows its value, which is what 100 % means."""
+def _number(cell: Cell, base: str) -> Safe:
+    """The judged share, and what it is of where that is not the left plot's engine; the reference shows its value,
+    which is what 100 % means."""
     shown = facts.share(cell, unit="")
     if not shown:
         return tag("td", facts.with_unit(cell), class_="n", title=facts.why_blank(cell))
-    of = tag("span", f" of {cell.against}", class_="of") if cell.against not in ("vanilla", None) else ""
+    of = tag("span", f" of {cell.against}", class_="of") if cell.against not in (base, None) else ""
     return tag("td", tag({"FASTER": "b", "SAME": "i"}.get(cell.verdict, "span"), shown), of, class_="n")
 
 
-def _line(i: int, cell: Cell, wide: Axis, near: Axis, view: View) -> list[Safe]:
+def _line(i: int, cell: Cell, on: Scales, view: View) -> list[Safe]:
     """A column that has a share, or is the reference."""
     sign, bounds = verdict(cell.verdict), facts.bounds(cell, unit="")
-    reference = cell.verdict == "REFERENCE" and cell.against == cell.column
-    judged = 1.0 if reference else finite(cell.share)
+    share = judged(cell)
     # What the close-up shows is not drawn again where it would be too small to see.
-    outside = judged is not None and not near.low <= judged <= near.high
+    outside = share is not None and not on.near.low <= share <= on.near.high
     word = [tag("span", sign.sign, class_="sign"), tag("span", " ", sign.short, class_="word")]
+    left = _drawn(cell, on.on_base(cell), on.wide, view, spread=outside and cell.against == on.base)
     return [
         tag("th", _name(i, cell, view), scope="row", class_="col"),
-        tag("td", _drawn(cell, of_vanilla(cell), wide, view, spread=outside and cell.against != "hf"), class_="p"),
-        tag("td", _drawn(cell, judged, near, view, spread=True), class_="p near"),
-        _number(cell),
+        tag("td", left, class_="p"),
+        tag("td", _drawn(cell, share, on.near, view, spread=True), class_="p near"),
+        _number(cell, on.base),
         tag("td", bounds, class_="n ci-text", title=None if bounds else facts.why_blank(cell)),
         tag("td", *word, class_="w"),
     ]
@@ -143,16 +161,16 @@ def _blank(cells: Sequence[tuple[int, Cell]], view: View) -> list[Safe]:
     return [tag("td", cross, names, " ", why, colspan=6, class_="blanks")]
 
 
-def _group(row: str, panel: Panel, wide: Axis, near: Axis, view: View) -> Safe:
+def _group(row: str, panel: Panel, on: Scales, view: View) -> Safe:
     """All columns of one row: those with a number, then those without, by reason."""
     own = [panel.cells[row, c] for c in panel.columns if (row, c) in panel.cells]
     lines: list[tuple[int | None, str, list[Safe]]] = []
     without: dict[tuple[str, str], list[tuple[int, Cell]]] = {}
     for i, cell in own:
-        if cell.verdict in facts.NO_CLAIM or of_vanilla(cell) is None:
+        if cell.verdict in facts.NO_CLAIM or (on.on_base(cell) is None and judged(cell) is None):
             without.setdefault((cell.verdict, facts.reason(cell)), []).append((i, cell))
         else:
-            lines.append((i, verdict(cell.verdict).style, _line(i, cell, wide, near, view)))
+            lines.append((i, verdict(cell.verdict).style, _line(i, cell, on, view)))
     lines += [(None, verdict(name).style, _blank(cells, view)) for (name, _), cells in without.items()]
     unit = next((c.unit for _, c in own if c.unit), "")
     head = tag(
@@ -184,20 +202,19 @@ def _plot_head(name: str, scale: Axis, style: str) -> Safe:
 
 def _table(at: int, panel: Panel, view: View) -> Safe:
     """One grid: its axes, what lies under every line, and the lines. `at` numbers the grids of a page."""
-    wide = axis(_shares(c for _, c in panel.cells.values()), id=f"w{at}")
-    near = _close(view.margin, id=f"n{at}")
+    on = scales(panel, view.margin, at)
     head = tag(
         "tr",
         tag("th", "row", scope="col", class_="row"),
         tag("th", "column", scope="col", class_="col"),
-        _plot_head("of vanilla, log scale", wide, "p"),
-        _plot_head("of its own plain engine, near 100 %", near, "p near"),
+        _plot_head(f"of {on.base}, log scale", on.wide, "p"),
+        _plot_head("of its own plain engine, near 100 %", on.near, "p near"),
         tag("th", "% of plain", scope="col", class_="n"),
         tag("th", "95 % interval", scope="col", class_="n ci-text"),
         tag("th", tag("span", "verdict", class_="word"), scope="col", class_="w"),
     )
-    groups = join(_group(row, panel, wide, near, view) for row in panel.rows)
-    ground = definitions(*(_ground(scale, view.margin) for scale in (wide, near)))
+    groups = join(_group(row, panel, on, view) for row in panel.rows)
+    ground = definitions(*(_ground(scale, view.margin) for scale in (on.wide, on.near)))
     return join([ground, tag("table", tag("thead", head), groups, class_="dots", data_rove=1)])
 
 

@@ -170,6 +170,20 @@ def test_a_grid_without_vanilla_and_a_row_without_a_plain_engine(tmp_path: Path)
     gradient = next(n for n in root.one("table", class_="dots").all("tbody") if n.words.startswith("gradient"))
     assert "no plain engine runs this row" in gradient.words
     assert "% of vanilla-eager" in root.one("table", class_="matrix").words
+    heads = root.one("table", class_="dots").one("thead").words
+    assert "of vanilla-eager, log scale" in heads
+    assert "of vanilla," not in heads
+
+
+def test_hf_is_not_drawn_at_the_place_of_vanilla_where_vanilla_is_missing(tmp_path: Path) -> None:
+    made = lines(Spec(rounds=2, columns=("vanilla", "hf", "tapgrid-hf"), rows=("generate", "forward")))
+    gone = [x for x in made if not (x["kind"] == "run" and x["column"] == "vanilla" and x["row"] == "forward")]
+    store = store_of(gone, tmp_path)
+    root = parse(html.render(store, judge(store)))
+    forward = next(n for n in root.one("table", class_="dots").all("tbody") if n.words.startswith("forward"))
+    row = next(r for r in forward.all("tr") if "hf" in [a.words for a in r.all("a")])
+    marks = [[u for u in td.all("use") if u.attributes["href"].startswith("#k")] for td in row.all("td", class_="p")]
+    assert [len(m) for m in marks] == [0, 1]
 
 
 def large(columns: int, rows: int, folder: Path) -> Sample:

@@ -157,6 +157,15 @@ def test_a_layer_in_the_points_name_is_a_layer() -> None:
     assert findings.spots([finding(point="logits", layer=None)])[0].layer is None
 
 
+def test_what_passed_without_a_ratio_is_no_alarm() -> None:
+    """A head that reads back as exactly zero has no ratio, and nothing about it is bad."""
+    exact = finding(row="ablate-head", point="z", ratio=None, error=0.0, reason="head 0 reads back as exactly zero")
+    spots = findings.spots([exact, finding(ratio=1.2), finding(point="logits", layer=None, ratio=None, verdict="FAIL")])
+    assert [s.place for s in findings.worst(spots)] == ["logits", "resid_post.3", "ablate-head → z.3"]
+    assert findings.step(None, "PASS") == findings.step(1.0)
+    assert findings.step(None, "FAIL") == 8
+
+
 def test_writes_and_values_stand_apart_from_reads() -> None:
     found = findings.spots([finding(), finding(what="write", row="steer"), finding(what="write", row="ablate-head")])
     assert [s.label for s in found] == ["resid_post", "steer → resid_post", "ablate-head → resid_post"]
