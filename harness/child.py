@@ -79,6 +79,8 @@ class Worker:
         for line in self._lines():
             if line["kind"] == "phase":
                 self._enter(line["phase"], line["row"])
+            elif line["kind"] == "done":
+                self._enter("between rows", None)  # what ends it now costs no cell that is whole
             elif line["kind"] == "error":
                 raise Died(line["reason"])
             yield line

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import zlib
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from adapters.work import (
     AblateHead,
@@ -188,6 +190,7 @@ class Fake:
         clock.SOURCE = self.clock
         if "missing" in self.plan:
             raise MissingLibrary(self.plan["missing"])
+        self._note_who_is_alive()
         self._trap("boot")
         self.clock.advance(5)
 
@@ -242,6 +245,18 @@ class Fake:
             "bad": float("nan") if "nan_setting" in self.plan else 1.0,
         }
 
+    def _note_who_is_alive(self) -> None:
+        """Write how many processes of earlier workers there are, then perhaps leave one behind (as an engine core)."""
+        if "TAPGRID_FAKE_ALIVE" not in os.environ:
+            return
+        file = os.environ["TAPGRID_FAKE_ALIVE"]
+        siblings = [p for p in psutil.Process(os.getppid()).children() if p.pid != os.getpid()]
+        stragglers = [p for p in psutil.process_iter(["cmdline"]) if file in (p.info["cmdline"] or [])]
+        with open(file, "a") as f:
+            print(self.name, len(siblings) + len(stragglers), file=f)
+        if self.plan.get("straggler"):
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", file])
+
     def _trap(self, where: str) -> None:
         if self.plan.get("raise") == where:
             raise RuntimeError(f"planted error in {where}")
@@ -249,6 +264,7 @@ class Fake:
             print(f"planted crash in {where}", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         if self.plan.get("hang") == where:
+            print("hanging", file=sys.stderr, flush=True)  # into the log of the worker, where a test can wait for it
             time.sleep(1e6)
         if self.plan.get("slow_boot") and where == "boot":
             time.sleep(self.plan["slow_boot"])

@@ -10,6 +10,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+import harness.judge  # noqa: F401  # imported once here, or pytester imports all of scipy anew for every session
+import reports.html
+import reports.markdown  # noqa: F401
 from harness.store import find, read
 from tests import fake
 
@@ -21,7 +24,7 @@ def grid(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.P
     """A project with a grid of two rows and two columns, and a test of its own."""
     fake.grid_file(pytester.path, columns=("vanilla", "fake-a"), rows=("generate", "steer"))
     pytester.makepyfile(test_own="def test_own(): pass")
-    pytester.makeini("[pytest]\naddopts = --strict-markers -p no:cacheprovider\ntimeout = 1")
+    pytester.makeini("[pytest]\naddopts = --strict-markers -p no:cacheprovider -p no:hypothesispytest\ntimeout = 1")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
     return pytester
 
@@ -192,7 +195,7 @@ def test_another_plugin_s_grid_option_gets_our_sentence(pytester: pytest.Pyteste
     pytester.makepyfile(other_plugin=OTHER.format(how=how))
     pytester.makeconftest(OTHER.format(how=how))
     for more in (["-p", "other_plugin", "--noconftest"], []):  # before us, and after us
-        result = pytester.runpytest_subprocess(*more)
+        result = pytester.runpytest_subprocess("-p", "no:hypothesispytest", *more)
         assert result.ret == 4
         result.stderr.fnmatch_lines(
             ["*tapgrid: another plugin or conftest.py already has an option --grid*-p no:tapgrid*"]
@@ -203,4 +206,6 @@ def test_another_plugin_s_grid_option_gets_our_sentence(pytester: pytest.Pyteste
 def test_another_plugin_s_grid_option_works_without_ours(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(OTHER.format(how="parser.addoption"))
     pytester.makepyfile("def test_it(pytestconfig): assert pytestconfig.option.other == 'x'")
-    pytester.runpytest_subprocess("-p", "no:tapgrid", "--grid", "x").assert_outcomes(passed=1)
+    pytester.runpytest_subprocess("-p", "no:hypothesispytest", "-p", "no:tapgrid", "--grid", "x").assert_outcomes(
+        passed=1
+    )

@@ -58,9 +58,12 @@ def test_a_session_from_beginning_to_end(measure: Measure, heard: Any) -> None:
     assert len({p["process"] for p in store.processes}) == 6
 
 
-def test_processes_follow_each_other_and_never_overlap(measure: Measure) -> None:
-    ends = [(e["process"], e["wall_seconds"]) for e in measure(rounds=2, rows=("generate",)).process_ends]
-    assert len(ends) == 6  # each began after the one before was gone: `execute` is sequential, and kill waits
+def test_no_two_engines_are_ever_alive(measure: Measure, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAPGRID_FAKE_ALIVE", str(here / "alive"))
+    measure({"fake-a": {"crash": "generate", "straggler": True}}, columns=("fake-a", "fake-b"), rows=("generate",))
+    born = [line.split() for line in (here / "alive").read_text().splitlines()]
+    assert [column for column, _ in born] == ["fake-a", "fake-b"]
+    assert born[1][1] == "0"  # what fake-a left running was gone when fake-b booted
 
 
 @pytest.mark.parametrize(("how", "said"), [("crash", "SIGKILL"), ("raise", "planted error"), ("hang", "hung")])
@@ -247,21 +250,16 @@ def begin(path: Path, plant: dict[str, Any], *more: str) -> subprocess.Popen[str
     )
 
 
-def wait_for(folder: Path, text: str) -> Path:
-    until = time.monotonic() + 30
-    while time.monotonic() < until:
-        for path in folder.glob(".tapgrid/*/store.jsonl"):
-            if text in path.read_text():
-                return path
-        time.sleep(0.05)
-    raise AssertionError(f"no {text} in a store within 30 s")
-
-
 def in_hang(folder: Path, *more: str) -> tuple[subprocess.Popen[str], Path]:
     """A session of fake-a and fake-b, in the middle of fake-b's steer."""
     path = fake.grid_file(folder, columns=("fake-a", "fake-b"), limit=60)
     process = begin(path, {"fake-b": {"hang": "steer"}}, *more)
-    return process, wait_for(folder, '"column": "fake-b", "row": "capture-1", "run": 1')
+    until = time.monotonic() + 60
+    while not any("hanging" in log.read_text() for log in folder.glob(".tapgrid/*/logs/*fake-b*")):
+        assert time.monotonic() < until, "it does not come to hang"
+        time.sleep(0.05)
+    (store,) = folder.glob(".tapgrid/*/store.jsonl")
+    return process, store
 
 
 def resume(folder: Path, store: Path) -> Store:

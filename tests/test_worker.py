@@ -141,6 +141,17 @@ def test_a_hang_ends_at_its_limit(folder: Path, where: str, phase: str, monkeypa
     assert time.monotonic() - begin < 20
 
 
+def test_a_finished_cell_is_not_lost_to_what_comes_after_it(folder: Path) -> None:
+    worker = start(folder, spec(folder))
+    try:
+        for line in worker:
+            if line["kind"] == "done" and line["row"] == "generate":
+                assert (worker.cell, worker.phase) == (None, "between rows")
+                break
+    finally:
+        worker.kill()
+
+
 def test_a_missing_library_refuses_every_row_with_the_install_line(folder: Path) -> None:
     lines = everything(start(folder, spec(folder), **{"fake-a": {"missing": "pip install nothing"}}))
     refusals = [x for x in lines if x["kind"] == "refusal"]
