@@ -71,7 +71,11 @@ PLANNING = (
 )
 RUNNING = (
     Word(
-        "report", "where report.html goes, with report.md beside it (default report.html)", "PATH", _text, "report.html"
+        "report",
+        "where report.html goes, with report.md beside it (default report.html; '': nowhere)",
+        "PATH",
+        _text,
+        "report.html",
     ),
     Word("fresh", "start a new session even where an interrupted one could be resumed"),
     Word("baseline", "a store, a baseline file or a git revision to compare with", "STORE", _text),

@@ -52,7 +52,8 @@ class Bar(Quiet):
 
     def __init__(self, out: TextIO) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]}"))
-        self._bar = Progress(*columns, console=Console(file=out), transient=True)
+        # Once a second: the bar shares the cores with what is being measured.
+        self._bar = Progress(*columns, console=Console(file=out), transient=True, refresh_per_second=1)
         self._begin = time.monotonic()
 
     def start(self, title: str) -> None:

@@ -231,3 +231,18 @@ def test_json_prints_json_and_nothing_else(said: Said, here: Path, measure: Meas
     ]
     for argv in argvs:
         json.loads(said(*argv, "--json")[1])
+
+
+OURS = (
+    "bench child cli clock commands contamination costs doctor export fingerprint finish gating grid importing options "
+    "plan plugin progress run session store visit workloads"
+)
+
+
+@pytest.mark.parametrize("module", OURS.split())
+def test_the_examples_in_docstrings_hold(module: str) -> None:
+    import doctest
+    import importlib
+
+    found = doctest.testmod(importlib.import_module(f"harness.{module}"))
+    assert found.failed == 0
