@@ -99,13 +99,16 @@ _LLAMA_PLAIN_VLLM = {
     "mlp_pre": _out(f"{_L}.mlp.gate_up_proj", columns="gate"),
 }
 _LLAMA_VLLM = {**_LLAMA_PLAIN_VLLM, **_PAIRS}
-# vLLM's class that wraps the code of transformers: its modules, a leading axis of one.
-_WRAPPED = "attention_instances.{l}"
+# vLLM's class that wraps the code of transformers: its modules with projections fused, a leading axis of one, and
+# attention layers outside the module tree.
+_FUSED_QKV = _fused(f"{_L}.self_attn.qkv_proj")
+_FUSED_GATE: Sites = {"mlp_pre": _out(f"{_L}.mlp.gate_up_proj", columns="gate")}
 
 
-def _wrapped(hf: Sites, *refused: str) -> dict[str, Site | str]:
-    lead = {n: replace(s, lead=n not in ("logits", "sampled")) if isinstance(s, Site) else s for n, s in hf.items()}
-    return {**lead, "pattern": Site(_WRAPPED, "attention", "pattern")}
+def _wrapped(hf: Sites, fused: Sites = _FUSED_GATE) -> dict[str, Site | str]:
+    sites = {**hf, **_FUSED_QKV, **fused}
+    lead = {n: replace(s, lead=n not in _OUTSIDE) if isinstance(s, Site) else s for n, s in sites.items()}
+    return {**lead, "pattern": Site("attention_instances.{l}", "attention", "pattern")}
 
 
 # ---- what sets layers and configs apart
@@ -354,7 +357,7 @@ _ROWS = (
     Family("phi3", _PHI3_HF, _LLAMA_VLLM),
     Family("olmo2", _OLMO2_HF, _wrapped(_OLMO2_HF)),
     Family("olmo3", _OLMO2_HF, _OLMO3_VLLM),
-    Family("starcoder2", _STARCODER2_HF, _wrapped(_STARCODER2_HF)),
+    Family("starcoder2", _STARCODER2_HF, _wrapped(_STARCODER2_HF, {})),
     Family("nemotron", {**_LLAMA_HF, **_UP}, {**_LLAMA_VLLM, **_UP}),
     _GRANITE,
     _STABLELM,

@@ -132,14 +132,10 @@ def _attend(run: Any, module: Any, query: Any, key: Any, value: Any, mask: Any, 
     waits, visit = _TAPPED.get(module, (None, None))
     if waits is None or visit is None or not waits():
         return output, weights
-    _, weights = _eager_of(module)(module, query, key, value, _additive(mask, query, key), **kwargs)
-    seen = HFAttended(weights, value, output)
+    _, computed = _eager_of(module)(module, query, key, value, _additive(mask, query, key), **kwargs)
+    seen = TransformersAttended(computed, value, output)
     visit(seen)
-    if torch.is_grad_enabled():
-        # The pattern has a gradient only when the model computes with it.
-        group = weights.shape[1] // value.shape[1]
-        return torch.matmul(seen.weights, value.repeat_interleave(group, 1)).transpose(1, 2), weights
-    return output, weights
+    return (seen.in_graph() if torch.is_grad_enabled() else output), weights
 
 
 def _additive(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -152,15 +148,33 @@ def _additive(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor)
     return mask
 
 
-class HFAttended:
+class _Edits:
+    """Patterns that were written in this pass: a read after the write sees it."""
+
+    def __init__(self) -> None:
+        self._written: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def get(self, index: int, first: int, tokens: int) -> torch.Tensor | None:
+        return self._written.get((index, first, tokens))
+
+    def put(self, index: int, first: int, tokens: int, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Remember `new`. Returns which rows of it [heads, tokens] differ: the others' result stands."""
+        self._written[index, first, tokens] = new
+        return (old != new).any(-1)
+
+
+class TransformersAttended:
     """Weights [batch, heads, queries, keys], values [batch, kv_heads, keys, d], result [batch, queries, heads, d]."""
 
     def __init__(self, weights: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
         self.weights, self.value, self.output = weights, value, output
+        self._edits = _Edits()
 
     def read(self, rows: Rows, index: int, first: int, tokens: int) -> torch.Tensor:
-        mine = rows.of(self.weights.transpose(1, 2), index).transpose(0, 1)
-        return _widened(mine, first + tokens)
+        edited = self._edits.get(index, first, tokens)
+        if edited is not None:
+            return edited.clone()
+        return _widened(rows.of(self.weights.transpose(1, 2), index).transpose(0, 1), first + tokens).clone()
 
     def write(self, rows: Rows, index: int, first: int, tokens: int, pattern: torch.Tensor) -> None:
         keys = self.weights.shape[-1]
@@ -172,12 +186,19 @@ class HFAttended:
                     "the cache, so nothing but zero can be written for them"
                 )
             )
+        changed = self._edits.put(index, first, tokens, self.read(rows, index, first, tokens), pattern)
         pattern = _widened(pattern, keys)
         if torch.is_grad_enabled():
             self.weights = self.weights.clone()
             rows.of(self.weights.transpose(1, 2), index).transpose(0, 1).copy_(pattern)
             return
-        put(rows.of(self.output, index), mixed(pattern, self.value[index].transpose(0, 1)))
+        mine = rows.of(self.output, index)
+        put(mine, torch.where(changed.T[..., None], mixed(pattern, self.value[index].transpose(0, 1)), mine))
+
+    def in_graph(self) -> torch.Tensor:
+        """The result by these weights, for everybody: a pattern has a gradient only if the model computes with it."""
+        group = self.weights.shape[1] // self.value.shape[1]
+        return torch.matmul(self.weights, self.value.repeat_interleave(group, 1)).transpose(1, 2)
 
 
 def _widened(pattern: torch.Tensor, keys: int) -> torch.Tensor:
@@ -222,10 +243,14 @@ class VLLMAttended:
 
     def __init__(self, core: Any, query: torch.Tensor, output: torch.Tensor) -> None:
         self.core, self.query, self.output = core, query, output
+        self._edits = _Edits()
 
     def read(self, rows: Rows, index: int, first: int, tokens: int) -> torch.Tensor:
         from adapters.engines.vllm_cache import cached
 
+        edited = self._edits.get(index, first, tokens)
+        if edited is not None:
+            return edited.clone()
         core, q = self.core, rows.of(self.query, index)
         k, _ = cached(core, index, first + tokens)
         return probabilities(
@@ -240,9 +265,11 @@ class VLLMAttended:
     def write(self, rows: Rows, index: int, first: int, tokens: int, pattern: torch.Tensor) -> None:
         from adapters.engines.vllm_cache import cached
 
+        changed = self._edits.put(index, first, tokens, self.read(rows, index, first, tokens), pattern)
         _, v = cached(self.core, index, first + tokens)
         if self.core.sliding_window is not None:
             # Blocks behind the window are given away: what lies in them now is not this request's.
             v[: max(0, first + 1 - self.core.sliding_window)] = 0
         mine = rows.of(self.output, index)
-        put(mine, mixed(pattern, v).reshape(mine.shape))
+        heads = mine.view(tokens, pattern.shape[0], -1)
+        put(heads, torch.where(changed.T[..., None], mixed(pattern, v), heads))

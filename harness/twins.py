@@ -98,10 +98,9 @@ TWINS: dict[str, Twin] = {
     "gpt2": Twin("gpt2", {**_GPT2, "tie_word_embeddings": True}, drop=_GPT2_DROPS),
     "gptj": Twin("gptj", {**_GPT2, "rotary_dim": 16}, drop=_GPT2_DROPS),
     "gpt_neox": Twin("gpt_neox", {"rotary_pct": 0.25}, drop=_WITHOUT_GROUPS),
-    "gpt_neox_sequential": Twin(
-        "gpt_neox", {"rotary_pct": 0.25, "use_parallel_residual": False}, drop=_WITHOUT_GROUPS
-    ),
-    "phi": Twin("phi", {"intermediate_size": 512}, drop=("head_dim",)),
+    "gpt_neox_sequential": Twin("gpt_neox", {"rotary_pct": 0.25, "use_parallel_residual": False}, drop=_WITHOUT_GROUPS),
+    # vLLM's class knows no groups of query heads.
+    "phi": Twin("phi", {"intermediate_size": 512}, drop=_WITHOUT_GROUPS),
     "phi3": Twin("phi3", {"sliding_window": None}, drop=("head_dim",)),
     "olmo2": Twin("olmo2", drop=("head_dim",)),
     "olmo3": Twin("olmo3", {"num_hidden_layers": 4, "layer_types": _SLIDING, "sliding_window": 16}, drop=("head_dim",)),
@@ -121,7 +120,11 @@ TWINS: dict[str, Twin] = {
         {"ffn_dim": 256, "word_embed_proj_dim": 128, "tie_word_embeddings": True, "do_layer_norm_before": False},
         drop=(*_WITHOUT_GROUPS, "intermediate_size"),
     ),
-    "bloom": Twin("bloom", {"n_layer": 3, "n_head": 4}, drop=(*_WITHOUT_GROUPS, "intermediate_size", *_SIZES_OF_GPT2)),
+    "bloom": Twin(
+        "bloom",
+        {"n_layer": 3, "n_head": 4, "tie_word_embeddings": True},
+        drop=(*_WITHOUT_GROUPS, "intermediate_size", *_SIZES_OF_GPT2),
+    ),
     "smollm3": Twin("smollm3", {"no_rope_layers": [1, 0, 1]}, drop=("head_dim",)),
     "qwen2_moe": Twin(
         "qwen2_moe", {**_MOE, "shared_expert_intermediate_size": 64, "norm_topk_prob": True}, drop=("head_dim",)
