@@ -29,8 +29,8 @@ def load(
     Args:
         model: a local folder in `transformers` format, or a name that `resolve` turns into one.
         engine: "hf" for `transformers`, "vllm" for vLLM.
-        backend: "eager" reaches every location, through hooks on the touched modules only. "taps" compiles the model and
-            keeps the declared points live inside it.
+        backend: "eager" reaches every location, through hooks on the touched modules only. "taps" compiles the model
+            and keeps the declared points live inside it.
         taps: the points that stay live under backend="taps": "resid_post.*" (every layer), "z.10", "embed".
             `logits` and `sampled` are always reachable.
         arguments: passed to the engine, on top of what every tapgrid engine boots with.
@@ -39,9 +39,9 @@ def load(
     """
     if (backend == "taps") != (taps is not None):
         raise LoadError(
-            "backend='taps' needs taps=[...], the points to keep live inside the compiled model, e.g. taps=['resid_post.*']"
+            "backend='taps' needs taps=[...], the points that stay live in the compiled model: taps=['resid_post.*']"
             if backend == "taps"
-            else f"taps={list(taps or ())} needs backend='taps'; backend={backend!r} reaches every point without declaring it"
+            else f"taps={list(taps or ())} needs backend='taps'; backend={backend!r} reaches every point undeclared"
         )
     if isinstance(taps, str):
         raise LoadError(f"taps is a list of points: taps=[{taps!r}]")
@@ -74,6 +74,12 @@ def _vllm_eager(path: Path, dtype: str, taps: list[str], arguments: dict[str, An
     return load_vllm(path, dtype=dtype, **arguments)
 
 
+def _hf_taps(path: Path, dtype: str, taps: list[str], arguments: dict[str, Any]) -> Engine:
+    from adapters.engines.hf_taps import load_hf_taps
+
+    return load_hf_taps(path, dtype=dtype, taps=taps, **arguments)
+
+
 def _vllm_taps(path: Path, dtype: str, taps: list[str], arguments: dict[str, Any]) -> Engine:
     from adapters.engines.vllm import load_vllm
 
@@ -83,5 +89,6 @@ def _vllm_taps(path: Path, dtype: str, taps: list[str], arguments: dict[str, Any
 _ENGINES_OF: dict[tuple[str, str], Callable[[Path, str, list[str], dict[str, Any]], Engine]] = {
     ("hf", "eager"): _hf_eager,
     ("vllm", "eager"): _vllm_eager,
+    ("hf", "taps"): _hf_taps,
     ("vllm", "taps"): _vllm_taps,
 }

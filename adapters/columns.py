@@ -35,6 +35,7 @@ _OWN = [
     Column("tapgrid-eager", "adapters.ours:TapgridEager", "our runtime on eager vLLM"),
     Column("tapgrid-taps", "adapters.ours:TapgridTaps", "our runtime inside compiled vLLM", compiled=True),
     Column("tapgrid-hf", "adapters.ours:TapgridHF", "our runtime on transformers"),
+    Column("tapgrid-hf-taps", "adapters.ours:TapgridHFTaps", "our runtime inside compiled transformers", compiled=True),
     Column("nnsight-eager", "adapters.peers.nnsight:NNsightEager", "nnsight on eager vLLM"),
     Column("nnsight-taps", "adapters.peers.nnsight:NNsightTaps", "nnsight on vLLM, its locations declared at boot"),
     Column("nnsight-hf", "adapters.peers.nnsight_hf:NNsightHF", "nnsight on transformers"),

@@ -222,3 +222,11 @@ class TapgridTaps(Tapgrid):
 
 class TapgridHF(Tapgrid):
     engine: EngineName = "hf"
+
+
+class TapgridHFTaps(Tapgrid):
+    """Compiled `transformers` with the same points live."""
+
+    engine: EngineName = "hf"
+    backend: BackendName = "taps"
+    taps = ("resid_post.*", "z.*")

@@ -42,8 +42,8 @@ def check_taps(runtime: Runtime) -> None:
 
 
 def _counts(runtime: Runtime, locations: list[Location]) -> list[int]:
-    """How many of two passes each tap was visited in. A tap that is not visited ends the pass: taps after it count too
-    few as well, so each gets a chance of its own in a second look."""
+    """How many of two passes each tap was visited in. A tap that is not visited ends the pass, and taps after it count
+    too few as well: each gets a chance of its own in a second look."""
 
     def total(only: list[int]) -> list[int]:
         def one(m: Pass) -> None:
@@ -83,5 +83,5 @@ def _deaf(runtime: Runtime, locations: list[Location]) -> list[Location]:
 
 
 def _one_of_each(locations: list[Location]) -> list[Location]:
-    """The last declared tap of every point: writes share the operator, so one of each name shows that it is the right one."""
+    """The last declared tap of every point: writes share the operator, so one of each name shows that it is right."""
     return list({loc.name: loc for loc in locations}.values())

@@ -31,16 +31,34 @@ _LIBRARY.define("tap_(Tensor(a!) x, int id) -> ()")
 _LIBRARY.define("tap_pair_(Tensor(a!) hidden, Tensor(b!) residual, int id) -> ()")
 
 
+_COUNTS_VERSIONS = "ADInplaceOrView"
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+
 def _tap(x: torch.Tensor, id: int) -> None:
     callback = _CALLBACKS[id]
     if callback is not None:
-        callback(x)
+        _counting(callback, x)
 
 
 def _tap_pair(hidden: torch.Tensor, residual: torch.Tensor, id: int) -> None:
     callback = _CALLBACKS[id]
     if callback is not None:
-        callback(hidden, residual)
+        _counting(callback, hidden, residual)
+
+
+def _counting(callback: Callable[..., None], *parts: torch.Tensor) -> None:
+    """Call with version counters on: an edit in place is noticed by its tensor's version, and the first call of a
+    freshly compiled graph runs with the dispatch key that counts versions excluded."""
+    if not _is_excluded(_COUNTS_VERSIONS):
+        callback(*parts)
+        return
+    _set_excluded(_COUNTS_VERSIONS, False)
+    try:
+        callback(*parts)
+    finally:
+        _set_excluded(_COUNTS_VERSIONS, True)
 
 
 for _key in ("CPU", "CUDA"):

@@ -1,0 +1,84 @@
+"""`transformers`, compiled, with taps inside: a static cache, a compiled function for prompts and one for decode steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adapters.engines.hf import HFEngine, load_hf
+from adapters.points import Location
+from adapters.taps import Taps, declared
+
+
+class HFTapsEngine(HFEngine):
+    """A compiled `transformers` model whose declared points are live.
+
+    On a GPU the operator is tagged unsafe for CUDA graphs, so inductor graphs what lies between the taps.
+    """
+
+    copies = True
+
+    def __init__(self, model: Any, tokenizer: Any, taps: Sequence[str], compiler: str = "inductor") -> None:
+        super().__init__(model, tokenizer)
+        self.hooks: Any = Taps(model, taps, self.points)
+        self.taps = list(taps)
+        self.compiler = compiler
+        mode = "reduce-overhead" if model.device.type == "cuda" and compiler == "inductor" else None
+        # Compiled code is shared between instances of a class, and hooks are not guarded: without isolation this model
+        # could run the graph of an untapped one that was compiled before it.
+        self._prefill = torch.compile(
+            model.forward, backend=compiler, fullgraph=True, dynamic=True, isolate_recompiles=True
+        )
+        self._decode = torch.compile(
+            model.forward, backend=compiler, fullgraph=True, mode=mode, isolate_recompiles=True
+        )
+        self._caches: dict[tuple[int, int], Any] = {}
+
+    def _cache(self, batch: int, tokens: int) -> Any:
+        """A static cache, kept by size and reused: its address must not move under a captured graph."""
+        from transformers import StaticCache
+
+        size = (batch, 1 << max(7, (tokens - 1).bit_length()))
+        if size not in self._caches:
+            self._caches[size] = StaticCache(config=self.model.config, max_batch_size=batch, max_cache_len=size[1])
+        self._caches[size].reset()
+        return self._caches[size]
+
+    def _forward(self, ids: Any, mask: Any, positions: Any, cache: Any) -> tuple[torch.Tensor, Any]:
+        run = self._decode if ids.shape[1] == 1 else self._prefill
+        # One mask of the cache's own length, whatever the step: what lies in the future is masked by causality.
+        length = cache.get_max_length()
+        if mask is None:
+            mask = ids.new_ones(ids.shape[0], length)
+        else:
+            mask = torch.nn.functional.pad(mask, (0, length - mask.shape[1]), value=1)
+        out = run(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        # A captured graph overwrites its outputs at the next replay.
+        return out.logits[:, -1].clone(), cache
+
+    def declared(self) -> list[Location]:
+        return declared(self.taps, self.points)
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "taps": self.taps, "cache": "static", "compiler": self.compiler}
+
+
+def load_hf_taps(
+    path: Path, *, dtype: str, taps: Sequence[str], compiler: str = "inductor", **arguments: Any
+) -> HFTapsEngine:
+    """Load a local folder with `transformers`, insert the taps, compile at the first run.
+
+    `compiler` is a backend of `torch.compile`; "aot_eager" skips code generation, for debugging.
+    """
+    plain = load_hf(path, dtype=dtype, **arguments)
+    return HFTapsEngine(plain.model, plain.tokenizer, taps, compiler)

@@ -1,0 +1,347 @@
+"""Taps: the operator alone, compiled `transformers`, compiled vLLM, and every trap that the self-test must catch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from adapters import boot, taps
+from adapters.boot import load
+from adapters.errors import LoadError, NotDeclaredError, UnknownPointError
+from adapters.points import FAMILIES, Dimensions, Points
+from adapters.runtime import Runtime
+from adapters.selftest import check_taps
+from harness.models import resolve
+
+DIMS = Dimensions(layers=4, d_model=64, heads=4, kv_heads=2, head_dim=16, d_mlp=128, vocab=100)
+PROMPTS = [[5, 7, 11, 13, 17, 19, 23, 29], [31, 37, 41], [43, 47, 53, 59, 61]]
+
+
+@pytest.fixture
+def tap() -> Iterator[int]:
+    """The id of a tap that only this test calls."""
+    taps._CALLBACKS.append(None)
+    yield len(taps._CALLBACKS) - 1
+    taps._CALLBACKS.pop()
+
+
+# ---- the operator
+
+
+def test_an_idle_tap_changes_nothing(tap: int) -> None:
+    x = torch.arange(6.0).view(2, 3)
+    before = x.clone()
+    torch.ops.tapgrid.tap_(x, tap)
+    assert torch.equal(x, before)
+
+
+def test_a_write_lands_in_the_tensor_itself(tap: int) -> None:
+    def double(x: torch.Tensor) -> None:
+        x.mul_(2)
+
+    taps._CALLBACKS[tap] = double
+    x = torch.arange(6.0).view(2, 3)
+    torch.ops.tapgrid.tap_(x[1:], tap)
+    assert x.tolist() == [[0.0, 1.0, 2.0], [6.0, 8.0, 10.0]]
+
+
+def test_the_pair_form_hands_over_both(tap: int) -> None:
+    seen: list[torch.Tensor] = []
+
+    def fold(hidden: torch.Tensor, residual: torch.Tensor) -> None:
+        seen.append(hidden + residual)
+        residual.copy_(hidden + residual)
+        hidden.zero_()
+
+    taps._CALLBACKS[tap] = fold
+    hidden, residual = torch.ones(2, 3), torch.full((2, 3), 2.0)
+    torch.ops.tapgrid.tap_pair_(hidden, residual, tap)
+    assert hidden.abs().sum() == 0
+    assert torch.equal(residual, seen[0])
+
+
+def test_versions_count_in_the_first_call_of_a_fresh_graph(tap: int) -> None:
+    """torch runs a graph's first call with the key that counts versions excluded: an edit went unnoticed there."""
+    steps: list[int] = []
+
+    def count(x: torch.Tensor) -> None:
+        before = x._version
+        x.add_(1)
+        steps.append(x._version - before)
+
+    def f(a: torch.Tensor, once: bool) -> torch.Tensor:
+        b = a * 2
+        torch.ops.tapgrid.tap_(b, tap)
+        return b + (1 if once else 2)
+
+    taps._CALLBACKS[tap] = count
+    compiled = torch.compile(f, dynamic=True)
+    with torch.no_grad():
+        out = [compiled(torch.zeros(3), once).tolist() for once in (True, True, False, False)]
+    assert out == [[2.0] * 3] * 2 + [[3.0] * 3] * 2
+    assert steps == [1, 1, 1, 1]
+
+
+def test_one_graph_serves_every_length_and_swapping_callbacks_recompiles_nothing(tap: int) -> None:
+    from torch._dynamo.utils import counters
+
+    def f(a: torch.Tensor) -> torch.Tensor:
+        b = a + 1
+        torch.ops.tapgrid.tap_(b, tap)
+        return b * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(f, dynamic=True, backend="aot_eager")
+    compiled(torch.zeros(4))
+    graphs = counters["stats"]["unique_graphs"]
+    for n in range(20):
+        taps._CALLBACKS[tap] = (lambda x, n=n: x.fill_(float(n))) if n % 2 else None
+        assert compiled(torch.zeros(3 + n))[0].item() == (2.0 * n if n % 2 else 2.0)
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+# ---- declaring
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["resid_post.*"], [f"resid_post[{i}]" for i in range(4)]),
+        (["z.2", "resid_post.1"], ["resid_post[1]", "z[2]"]),
+        (["q.1", "k.1", "v.1"], ["q[1]"]),
+        (["embed", "logits", "sampled"], ["embed"]),
+        (["resid_post.*", "resid_post.-1"], [f"resid_post[{i}]" for i in range(4)]),
+    ],
+)
+def test_declared_in_the_models_order_one_a_place(given: list[str], expected: list[str]) -> None:
+    points = Points(FAMILIES["llama"], "vllm", DIMS)
+    assert [str(loc) for loc in taps.declared(given, points)] == expected
+
+
+@pytest.mark.parametrize("wrong", ["logits.*", "resid_pots.1", "resid_post.x", "resid_post"])
+def test_a_tap_that_is_no_point_is_refused(wrong: str) -> None:
+    with pytest.raises((UnknownPointError, IndexError)):
+        taps.declared([wrong], Points(FAMILIES["llama"], "vllm", DIMS))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"backend": "taps"}, "needs taps="),
+        ({"taps": ["z.1"]}, "needs backend='taps'"),
+        ({"backend": "taps", "taps": "z.1"}, "taps is a list"),
+        ({"backend": "nonsense"}, "there are"),
+    ],
+)
+def test_load_refuses_what_does_not_fit_together(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(LoadError, match=says):
+        load(resolve("synthetic:llama"), engine="hf", **arguments)
+
+
+# ---- compiled transformers
+
+
+def hf_taps(compiler: str = "aot_eager", declared: tuple[str, ...] = ("resid_post.*", "z.1", "q.0")) -> Runtime:
+    return load(
+        resolve("synthetic:llama"),
+        engine="hf",
+        backend="taps",
+        taps=declared,
+        dtype="float32",
+        compiler=compiler,
+        threads=1,
+    )
+
+
+def edit(m: Any) -> None:
+    m.save("q", m.q[0])
+    m.resid_post[0] += 0.5
+    m.z[1][:, 3] = 0
+    m.save("last", m.resid_post[-1])
+    m.save("logits", m.logits)
+    if m.step == 2:
+        m.sampled[:] = 100
+
+
+def same(a: list[Any], b: list[Any], tolerance: float) -> None:
+    for x, y in zip(a, b, strict=True):
+        assert x.token_ids == y.token_ids
+        assert set(x.saves) == set(y.saves)
+        for name in x.saves:
+            assert x.cat(name).shape == y.cat(name).shape
+            error = float((x.cat(name) - y.cat(name)).norm() / y.cat(name).norm())
+            assert error <= tolerance, f"{name}: {error:.1e}"
+
+
+@pytest.fixture(scope="module")
+def eager() -> Iterator[Runtime]:
+    with load(resolve("synthetic:llama"), engine="hf", dtype="float32", threads=1) as rt:
+        yield rt
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiled_transformers_equals_eager(eager: Runtime, compiler: str) -> None:
+    with hf_taps(compiler) as rt:
+        for prompts, work in ((PROMPTS[:1], edit), (PROMPTS, edit), (PROMPTS, [edit, None, edit]), (PROMPTS, None)):
+            a = rt.run(prompts, work, max_new_tokens=5, ignore_eos=True)
+            b = eager.run(prompts, work, max_new_tokens=5, ignore_eos=True)
+            same(a, b, 1e-5)
+
+
+@pytest.mark.engine
+def test_bystanders_are_bit_equal_and_an_undeclared_point_is_refused_at_the_users_line() -> None:
+    with hf_taps() as rt:
+        idle = rt.run(PROMPTS, lambda m: m.save("logits", m.logits), max_new_tokens=4, ignore_eos=True)
+        edited = rt.run(PROMPTS, [edit, lambda m: m.save("logits", m.logits), edit], max_new_tokens=4, ignore_eos=True)
+        assert torch.equal(idle[1].cat("logits"), edited[1].cat("logits"))
+        assert not torch.equal(idle[0].cat("logits"), edited[0].cat("logits"))
+        with pytest.raises(NotDeclaredError, match=r"(?s)taps=\['resid_post.\*', 'z.1', 'q.0'\].*test_taps.py"):
+            rt.run(PROMPTS, lambda m: m.mlp_out[1])
+        assert len(rt.engine.hooks) == 0
+
+
+@pytest.mark.engine
+def test_swapping_interventions_recompiles_nothing() -> None:
+    from torch._dynamo.utils import counters
+
+    with hf_taps() as rt:
+        for _ in range(2):
+            rt.run(PROMPTS[:1], edit, max_new_tokens=4, ignore_eos=True)
+        graphs = counters["stats"]["unique_graphs"]
+        for i in range(10):
+            rt.run(PROMPTS[:1], lambda m, i=i: m.save("x", m.resid_post[i % 2]), max_new_tokens=4, ignore_eos=True)
+        assert counters["stats"]["unique_graphs"] == graphs
+
+
+# ---- the traps, each caught by the self-test
+
+
+def _boot_broken(monkeypatch: pytest.MonkeyPatch, break_it: Any) -> Runtime:
+    """A tapped engine without its self-test, with something wrong in it."""
+    monkeypatch.setattr(boot, "check_taps", break_it)
+    return hf_taps()
+
+
+@pytest.mark.engine
+def test_hooks_that_come_after_the_first_compiled_call_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    inserted: list[Any] = []
+    monkeypatch.setattr(taps, "_insert", lambda *arguments: inserted.append(arguments))
+    rt = _boot_broken(monkeypatch, lambda rt: None)
+    rt.run(PROMPTS[:1], max_new_tokens=2, ignore_eos=True)
+    rt.run(PROMPTS[:1], max_new_tokens=2, ignore_eos=True)
+    monkeypatch.undo()
+    for arguments in inserted:
+        taps._insert(*arguments)
+    with pytest.raises(LoadError, match=r"did not fire: .*resid_post\[0\] \(0 of 2 passes\)"):
+        check_taps(rt)
+
+
+@pytest.mark.engine
+def test_one_dead_tap_among_live_ones_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = taps._insert
+    monkeypatch.setattr(taps, "_insert", lambda model, loc, id: None if str(loc) == "z[1]" else whole(model, loc, id))
+    rt = _boot_broken(monkeypatch, lambda rt: None)
+    with pytest.raises(LoadError) as caught:
+        check_taps(rt)
+    assert "z[1] (0 of 2 passes)" in str(caught.value)
+    assert "resid_post[0]" not in str(caught.value)
+
+
+@pytest.mark.engine
+def test_taps_that_are_dead_in_decode_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a full graph replayed over the taps does: the prompt is tapped, the decode steps are not."""
+    rt = _boot_broken(monkeypatch, lambda rt: None)
+    engine: Any = rt.engine
+    tapped = engine._decode
+
+    def replayed(**arguments: Any) -> Any:
+        armed = [(i, c) for i, c in enumerate(taps._CALLBACKS) if c is not None]
+        for i, _ in armed:
+            taps._CALLBACKS[i] = None
+        try:
+            return tapped(**arguments)
+        finally:
+            for i, c in armed:
+                taps._CALLBACKS[i] = c
+
+    engine._decode = replayed
+    with pytest.raises(LoadError, match=r"\(1 of 2 passes\)"):
+        check_taps(rt)
+
+
+@pytest.mark.engine
+def test_taps_whose_writes_are_lost_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the functional form of the operator does under inductor: reads are right, writes go nowhere."""
+    honest = taps._counting
+    monkeypatch.setattr(taps, "_counting", lambda callback, *parts: honest(callback, *(p.clone() for p in parts)))
+    rt = _boot_broken(monkeypatch, lambda rt: None)
+    with pytest.raises(LoadError, match="writes change nothing"):
+        check_taps(rt)
+
+
+# ---- compiled vLLM
+
+
+@pytest.fixture(scope="module")
+def vllm_taps() -> Iterator[Runtime]:
+    declared = ["resid_post.*", "z.1", "q.0", "mlp_act.0", "resid_mid.1"]
+    with load(resolve("synthetic:llama"), engine="vllm", backend="taps", taps=declared, dtype="float32") as rt:
+        yield rt
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_compiled_vllm_equals_transformers(vllm_taps: Runtime, eager: Runtime) -> None:
+    def more(m: Any) -> None:
+        m.save("q", m.q[0])
+        m.mlp_act[0] = m.mlp_act[0] * 2
+        m.resid_post[0] += 0.5
+        m.z[1][:, 3] = 0
+        m.resid_mid[1][:, 7] = 3.0
+        m.save("last", m.resid_post[-1])
+        m.save("logits", m.logits)
+
+    for prompts, work in ((PROMPTS[:1], more), (PROMPTS, more), (PROMPTS, [more, None, more])):
+        a = vllm_taps.run(prompts, work, max_new_tokens=6, ignore_eos=True)
+        b = eager.run(prompts, work, max_new_tokens=6, ignore_eos=True)
+        same(a, b, 2e-5)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_compiled_vllm_keeps_neighbours_apart(vllm_taps: Runtime) -> None:
+    def look(m: Any) -> None:
+        m.save("last", m.resid_post[-1])
+
+    prompts = [[k, *range(100, 103 + 2 * k)] for k in range(7)]
+    idle = vllm_taps.run(prompts, look, max_new_tokens=4, ignore_eos=True)
+
+    def steer(m: Any) -> None:
+        m.resid_post[0] += 1.0
+        look(m)
+
+    edited = vllm_taps.run(
+        prompts, [steer if k in (2, 5) else look for k in range(7)], max_new_tokens=4, ignore_eos=True
+    )
+    for k in range(7):
+        assert idle[k].cat("last").shape[0] == len(prompts[k]) + 3
+        assert torch.equal(idle[k].cat("last"), edited[k].cat("last")) == (k not in (2, 5)), k
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_compiled_vllm_is_compiled_and_plain_when_idle(vllm_taps: Runtime) -> None:
+    from vllm.config import CompilationMode
+
+    config = vllm_taps.engine.core.vllm_config.compilation_config  # type: ignore[attr-defined]
+    assert config.mode != CompilationMode.NONE
+    vllm_taps.run(PROMPTS, edit_nothing, max_new_tokens=2)
+    assert all(callback is None for callback in taps._CALLBACKS)
+
+
+def edit_nothing(m: Any) -> None:
+    m.resid_post[0]
