@@ -59,6 +59,8 @@ class Module:
         self._m._write(self._m._il.module_location(self._path, "out"), value)
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("input", "output"):  # an AttributeError inside of the property itself lands here: let it come out
+            return type(self).__dict__[name].__get__(self)
         raise UnknownPointError(at_user_line(f"m.at({self._path!r}) has .input and .output, not .{name}"))
 
 

@@ -25,7 +25,11 @@ class NeverRanError(InterventionError):
 
 
 class UnknownPointError(InterventionError, AttributeError):
-    """No point or module of that name; the message suggests near ones."""
+    """No point of that name; the message suggests near ones."""
+
+
+class UnknownModuleError(InterventionError, LookupError):
+    """No module or parameter at that path; the message suggests near ones."""
 
 
 class PointRefusedError(InterventionError):
@@ -42,6 +46,10 @@ class StaleWriteError(InterventionError):
 
 class BadCaptureError(InterventionError):
     """A saved activation is empty, all zero, constant or not finite, and the intervention did not make it so."""
+
+
+class NotInRowsError(InterventionError, ValueError):
+    """A tensor there is not laid out in tokens, so nobody can say which part of it belongs to which request."""
 
 
 class NonFiniteError(InterventionError):

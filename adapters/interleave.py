@@ -6,6 +6,7 @@ that somebody waits for (its hooks and seams do), then `end`.
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
@@ -17,7 +18,8 @@ from adapters.errors import (
     InterventionError,
     NeverRanError,
     PassedError,
-    UnknownPointError,
+    PointRefusedError,
+    UnknownModuleError,
     at_line,
     at_user_line,
     line_of,
@@ -42,7 +44,7 @@ class Host(Protocol):
     model: Any
 
     def attach(self, key: Key) -> None:
-        """See that `visit(key, ...)` is called there; idempotent. UnknownPointError for no such module."""
+        """See that `visit(key, ...)` is called there; idempotent. UnknownModuleError for no such module."""
 
     def weight(self, path: str) -> torch.Tensor: ...
 
@@ -167,6 +169,8 @@ class Interleaver:
                     quiet = m.live.error is not None or (outside and id(m.live) in self._quiet)
                     self._throw(m, GreenletExit() if quiet else self._never(m, key))
         for m in (m for passes in self.waiting.values() for m in passes):
+            # It would also swallow what ends a greenlet that is let go of, and never come back from there.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(m.thread))
             m.live.error = m.live.error or InterventionError(
                 f"the pass was over and the intervention went on reading (request {m.request}, step {m.step}): "
                 "does it catch every error around a read?"
@@ -291,10 +295,28 @@ def _stem(points: Points) -> str | None:
     return stem if zero else None
 
 
-def no_such_module(path: str, known: Sequence[str]) -> UnknownPointError:
+def parameter(model: torch.nn.Module, path: str) -> torch.Tensor:
+    """A parameter of the model by its path; refused where the engine has packed it away."""
+    try:
+        found = model.get_parameter(path).detach()
+    except AttributeError:
+        near = difflib.get_close_matches(path, [n for n, _ in model.named_parameters()], n=3, cutoff=0.6)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise UnknownModuleError(at_user_line(f"the model has no parameter {path!r}{hint}")) from None
+    if found.numel() == 0:
+        raise PointRefusedError(
+            at_user_line(
+                f"{path}: the engine has packed this parameter for its own kernels and let the original go; read it "
+                "from the checkpoint instead"
+            )
+        )
+    return found
+
+
+def no_such_module(path: str, known: Sequence[str]) -> UnknownModuleError:
     """The error for a module path that the model does not have, with near ones."""
     near = difflib.get_close_matches(path, known, n=3, cutoff=0.6)
-    return UnknownPointError(
+    return UnknownModuleError(
         at_user_line(f"the model has no module {path!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
     )
 

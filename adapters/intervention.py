@@ -18,6 +18,7 @@ from adapters.attributes import Module, layered, single
 from adapters.errors import (
     InterventionError,
     NonFiniteError,
+    NotInRowsError,
     PassedError,
     StaleWriteError,
     UnknownPointError,
@@ -145,6 +146,9 @@ class Pass:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
+        own = type(self).__dict__.get(name)
+        if own is not None:  # an AttributeError inside of the property itself lands here: let it come out
+            return own.__get__(self)
         self._points.at(name)
         raise UnknownPointError(at_user_line(f"a Pass has no {name!r}"))
 
@@ -176,7 +180,10 @@ class Pass:
             raise self._passed(loc)
         if rank > self._rank:
             self._rank = rank
-        value, self._back = take(loc, self._payload, self._rows, self._index, (self._first, self._n), self._il.host)
+        try:
+            value, self._back = take(loc, self._payload, self._rows, self._index, (self._first, self._n), self._il.host)
+        except NotInRowsError as odd:
+            raise NotInRowsError(at_user_line(f"{loc}: {odd}")) from None
         if self._il.grad:
             value = _in_graph(value)
         if self.live.check_finite:
@@ -287,6 +294,7 @@ class Pass:
     def _end(self) -> None:
         """The pass is over for this function: nothing of the model's is held any longer."""
         self._hub = self._loc = self._value = self._payload = self._key = None
+        self._rank = -1
         self._handed.clear()
 
 
@@ -295,7 +303,8 @@ def start(m: Pass) -> None:
     try:
         assert m.fn is not None
         returned = m.fn(m)
-        if returned is not None and (inspect.isgenerator(returned) or inspect.isawaitable(returned)):
+        if returned is not None and (inspect.isgenerator(returned) or inspect.iscoroutine(returned)):
+            returned.close()
             raise InterventionError(
                 f"{m.fn!r} is a generator or a coroutine function: calling it runs nothing. An intervention is a plain "
                 "function that is called once a pass"

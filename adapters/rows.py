@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from adapters.errors import NotInRowsError
+
 _narrow_copy = torch.narrow_copy  # one operator instead of a slice and a clone: half of their cost
 
 
@@ -37,7 +39,7 @@ class Slab:
     """
 
     starts: list[int]
-    padded: int = 0
+    padded: int = -1
 
     def of(self, x: torch.Tensor, i: int) -> torch.Tensor:
         self._check(x)
@@ -52,9 +54,9 @@ class Slab:
         return x[i : i + 1] if x.dim() != 2 or x.dtype.is_floating_point else x[i]
 
     def _check(self, x: torch.Tensor) -> None:
-        rows = x.size(0) if x.dim() else 0
+        rows = x.size(0) if x.dim() else -2
         if rows != self.starts[-1] and rows != self.padded:
-            raise ValueError(
+            raise NotInRowsError(
                 f"cannot tell the requests apart in a tensor of shape {tuple(x.shape)}: this pass packs "
                 f"{len(self.starts) - 1} requests into {self.starts[-1]} rows, which should be its first axis"
             )
@@ -80,7 +82,7 @@ class Batch:
         elif x.dim() and x.size(0) == self.size * self.tokens:
             rows = x.view(self.size, self.tokens, *x.shape[1:])[i]
         else:
-            raise ValueError(
+            raise NotInRowsError(
                 f"cannot tell the requests apart in a tensor of shape {tuple(x.shape)}: this pass has {self.size} "
                 f"requests of {self.tokens} tokens, so its first axes should be ({self.size}, {self.tokens}) or "
                 f"({self.size * self.tokens},)"

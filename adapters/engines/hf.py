@@ -11,7 +11,7 @@ import torch
 
 from adapters.eager import Hooks
 from adapters.errors import LoadError
-from adapters.interleave import Interleaver, Key
+from adapters.interleave import Interleaver, Key, parameter
 from adapters.layouts import finished
 from adapters.live import Job, Live
 from adapters.points import LOGITS_KEY, SAMPLED_KEY, Location, Points, dimensions, family_of
@@ -75,8 +75,7 @@ class HFEngine:
         self.hooks.attach(key, self.il)
 
     def weight(self, path: str) -> torch.Tensor:
-        parameter: torch.Tensor = self.model.get_parameter(path).detach()
-        return parameter
+        return parameter(self.model, path)
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
         normed: torch.Tensor = self.model.get_submodule(self.points.at("final_norm").key[0])(x)
@@ -181,14 +180,25 @@ class HFEngine:
         self.hooks = Hooks(torch.nn.Module())
 
 
+def kernel_for(config: Any) -> str:
+    """The attention kernel of `transformers` that computes what the family means: "sdpa", but for families whose code has
+    none, and for those that cap their scores, which that kernel leaves out without a word."""
+    from transformers import AutoModelForCausalLM
+
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    known = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    return "eager" if capped or not getattr(known, "_supports_sdpa", True) else "sdpa"
+
+
 def load_hf(
-    path: Path, *, dtype: str, device: str | None = None, attention: str = "sdpa", threads: int | None = None
+    path: Path, *, dtype: str, device: str | None = None, attention: str | None = None, threads: int | None = None
 ) -> HFEngine:
-    """Load a local folder with `transformers`; `dtype` is a torch dtype's name."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """Load a local folder with `transformers`; `dtype` is a torch dtype's name, `attention` a kernel's ("sdpa", "eager")."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     if threads:
         torch.set_num_threads(threads)
+    attention = attention or kernel_for(AutoConfig.from_pretrained(path))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
     model.requires_grad_(False)
     model.eval()

@@ -19,7 +19,7 @@ from adapters.eager import Hooks
 from adapters.engines.versions import check_runner
 from adapters.engines.vllm import EXTRA, TAPS
 from adapters.engines.wire import Carried, Kept
-from adapters.interleave import Interleaver, Key
+from adapters.interleave import Interleaver, Key, parameter
 from adapters.live import Job, Live
 from adapters.points import LOGITS_KEY, SAMPLED_KEY, Points, dimensions, family_of
 from adapters.rows import Slab
@@ -59,8 +59,7 @@ class WorkerHost:
         self.hooks.attach(key, self.il)
 
     def weight(self, path: str) -> torch.Tensor:
-        parameter: torch.Tensor = self.model.get_parameter(path).detach()
-        return parameter
+        return parameter(self.model, path)
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
         # Some families' norms always hand a residual back as well.
@@ -132,7 +131,7 @@ class WorkerHost:
         ids = kwargs.get("input_ids")
         self._open = jobs
         try:
-            self.il.begin(Slab(starts, 0 if ids is None else ids.size(0)), jobs)
+            self.il.begin(Slab(starts, -1 if ids is None else ids.size(0)), jobs)
             return self._plain[0](*args, **kwargs)
         except BaseException:
             self._open = []

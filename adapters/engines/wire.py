@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import marshal
 import traceback
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from types import CodeType
+from typing import Any, ClassVar
 
 import cloudpickle
 import torch
@@ -21,7 +25,20 @@ class Carried:
 
     def packed(self) -> bytes:
         """As bytes: functions by value where they are the user's, by name where they are importable."""
-        return bytes(cloudpickle.dumps(self))
+        buffer = io.BytesIO()
+        _Pickler(buffer).dump(self)
+        return buffer.getvalue()
+
+
+def _code(code: CodeType) -> tuple[Any, tuple[bytes]]:
+    return marshal.loads, (marshal.dumps(code),)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, but code keeps its file's name, which is what an error of the user's is found by. The worker runs on
+    this very interpreter, so its own format for code will do."""
+
+    dispatch_table: ClassVar[Any] = ChainMap({CodeType: _code}, cloudpickle.Pickler.dispatch_table)
 
 
 @dataclass(frozen=True)
