@@ -57,6 +57,7 @@ _OWN = [
         "TransformerLens on eager vLLM, batched",
     ),
     Column("transformerlens-hf", "adapters.peers.transformerlens:TransformerLensHF", "TransformerLens on transformers"),
+    Column("vllm-lens", "adapters.peers.vllm_lens:VLLMLens", "vLLM-Lens, which makes vLLM eager"),
 ]
 
 

