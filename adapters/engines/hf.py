@@ -11,7 +11,7 @@ import torch
 
 from adapters.eager import Hooks
 from adapters.errors import LoadError
-from adapters.interleave import Interleaver, Key
+from adapters.interleave import Interleaver, Key, parameter
 from adapters.layouts import finished
 from adapters.live import Job, Live
 from adapters.points import LOGITS_KEY, SAMPLED_KEY, Location, Points, dimensions, family_of
@@ -75,8 +75,7 @@ class HFEngine:
         self.hooks.attach(key, self.il)
 
     def weight(self, path: str) -> torch.Tensor:
-        parameter: torch.Tensor = self.model.get_parameter(path).detach()
-        return parameter
+        return parameter(self.model, path)
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
         normed: torch.Tensor = self.model.get_submodule(self.points.at("final_norm").key[0])(x)
@@ -194,7 +193,7 @@ def kernel_for(config: Any) -> str:
 def load_hf(
     path: Path, *, dtype: str, device: str | None = None, attention: str | None = None, threads: int | None = None
 ) -> HFEngine:
-    """Load a local folder with `transformers`; `dtype` is a torch dtype's name, `attention` a kernel's, such as "sdpa"."""
+    """Load a local folder with `transformers`; `dtype` is a torch dtype's name, `attention` a kernel's ("sdpa")."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     if threads:
