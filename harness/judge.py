@@ -10,9 +10,8 @@
 
 Which numbers are which: `share_*`, `low` and `high` are the plain paired ones, each round's column over the same
 round's plain engine. `p` is the drift-adjusted paired test of `stats_drift` (there: why, and its measured error and
-power), `p_adjusted` is Benjamini-Hochberg over the report: one family for the systems under test, one for the plain
-columns, which are denominators and no findings. `p_exact` (sign flip) and `p_unpaired` (Mann-Whitney on process means)
-stand beside them. Below `rounds_for(alpha)` rounds, p is the exact one, and nothing is claimed.
+power), `p_adjusted` is Benjamini-Hochberg over the report. `p_exact` (sign flip) and `p_unpaired` (Mann-Whitney on
+process means) stand beside them. Below `rounds_for(alpha)` rounds, p is the exact one, and nothing is claimed.
 
 At a true difference equal to the margin every rule is a coin toss.
 """
@@ -22,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,16 +127,14 @@ def to_json(cell: Cell) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()}
 
 
-def _adjusted(drafts: Iterable[_Draft]) -> list[_Draft]:
-    """With p adjusted inside its family: the systems under test, or the plain columns."""
-    drafts = list(drafts)
-    for plain in (True, False):
-        family = [i for i, d in enumerate(drafts) if d.numbers and (d.cell.column in PLAIN_COLUMNS) == plain]
-        ps = stats.benjamini_hochberg([drafts[i].cell.p for i in family])
-        for i, p in zip(family, ps, strict=True):
-            cell = dataclasses.replace(drafts[i].cell, p_adjusted=p, family=len(family))
-            drafts[i] = _Draft(cell, drafts[i].numbers)
-    return drafts
+def _adjusted(drafts: Sequence[_Draft]) -> list[_Draft]:
+    """With p adjusted over the report."""
+    ps = stats.benjamini_hochberg([d.cell.p for d in drafts])
+    family = sum(p is not None for p in ps)
+    return [
+        _Draft(dataclasses.replace(d.cell, p_adjusted=p, family=family), d.numbers) if p is not None else d
+        for d, p in zip(drafts, ps, strict=True)
+    ]
 
 
 def _draft(found: Evidence, row: str, column: str) -> Cell:

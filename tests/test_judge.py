@@ -222,15 +222,15 @@ def test_numbers_of_a_cell_are_those_of_the_definitions() -> None:
     assert found.process_values[0] == pytest.approx(stats.geometric_mean(runs))
 
 
-def test_p_adjusted_is_benjamini_hochberg_inside_its_family() -> None:
+def test_p_adjusted_is_benjamini_hochberg_over_the_report() -> None:
     columns = ["vanilla", "vanilla-eager", "tapgrid-eager", "nnsight-eager"]
     store = session(drifting_host(3, columns, 6, {"tapgrid-eager": -0.1}), columns=columns, rows=("generate", "steer"))
     cells = [c for c in judge(store) if c.p is not None]
-    for plain in (True, False):
-        family = [c for c in cells if (c.column == "vanilla-eager") == plain]
-        assert [c.p_adjusted for c in family] == stats.benjamini_hochberg([c.p for c in family])
-        assert {c.family for c in family} == {len(family)}
     assert len(cells) == 1 + 4
+    assert [c.p_adjusted for c in cells] == stats.benjamini_hochberg([c.p for c in cells])
+    assert {c.family for c in cells} == {5}
+    invalid = judge(edited(store, "tapgrid-eager", validated=False))
+    assert {c.family for c in invalid if c.p is not None} == {4}  # what may not be believed is in no family
 
 
 def test_with_three_columns_the_host_is_read_off_all_of_them() -> None:
