@@ -26,7 +26,7 @@ _WHY = (
 
 
 def check_taps(runtime: Runtime) -> None:
-    """Refuse to serve (LoadError) unless every declared tap fires in prefill and in decode, for reads and for writes."""
+    """Refuse to serve (LoadError) unless every declared tap fires in prefill and in decode, for reads and writes."""
     locations = runtime.engine.declared()
     try:
         counts = _counts(runtime, locations)

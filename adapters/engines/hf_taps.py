@@ -1,4 +1,4 @@
-"""`transformers`, compiled, with taps inside: a static cache, a compiled function for prompts and one for decode steps."""
+"""`transformers`, compiled, with taps inside: a static cache, one function for prompts and one for decode."""
 
 from __future__ import annotations
 

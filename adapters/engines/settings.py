@@ -37,7 +37,9 @@ def environment(settings: Settings, *, cuda: bool = False) -> dict[str, str]:
         if settings.tensor_parallel == 1
         else "|".join(map(str, range(settings.tensor_parallel))),
     }
-    return shared if cuda else shared | cpu
+    # The seams of our worker are those of the first model runner.
+    gpu = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    return shared | (gpu if cuda else cpu)
 
 
 def vllm_arguments(model: Path, settings: Settings, *, eager: bool) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from adapters.engines.graphs import has_cuda, splitting
 from adapters.engines.settings import environment, vllm_arguments
 from adapters.engines.versions import check_arguments, check_version
 from adapters.engines.wire import Carried, Kept
@@ -181,7 +182,9 @@ def load_vllm(
     arguments = {**vllm_arguments(path, settings, eager=taps is None), "worker_cls": WORKER, **overrides}
     if taps is not None:
         arguments["additional_config"] = {**(overrides.get("additional_config") or {}), TAPS: list(taps)}
-    with _environment(environment(settings)):
+        if has_cuda():
+            arguments["compilation_config"] = {**splitting(), **(overrides.get("compilation_config") or {})}
+    with _environment(environment(settings, cuda=has_cuda())):
         try:
             import vllm
         except ImportError as missing:

@@ -1,0 +1,150 @@
+"""CUDA graphs beside taps, on vLLM's own dispatcher and splitter, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from adapters import taps
+from adapters.engines.graphs import demote_when, splitting
+
+vllm_config = pytest.importorskip("vllm.config", reason="vLLM is what is tested here: run `make install`")
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def dispatcher() -> Any:
+    """A dispatcher that has captured full graphs for decode and pieces for everything, at sizes 1, 2, 4 and 8."""
+    from vllm.config import (
+        CompilationConfig,
+        CompilationMode,
+        CUDAGraphMode,
+        ParallelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+    config = VllmConfig(
+        compilation_config=CompilationConfig(
+            mode=CompilationMode.VLLM_COMPILE, cudagraph_capture_sizes=[1, 2, 4, 8], **splitting()
+        ),
+        scheduler_config=SchedulerConfig.default_factory(max_num_seqs=8),
+        parallel_config=ParallelConfig(),
+    )
+    # The CPU platform has put its own in their place.
+    config.compilation_config.mode = CompilationMode.VLLM_COMPILE
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    config.compilation_config.cudagraph_capture_sizes = [1, 2, 4, 8]
+    config.compilation_config.max_cudagraph_capture_size = 8
+    config.compilation_config.post_init_cudagraph_sizes()
+    made = CudagraphDispatcher(config)
+    made.initialize_cudagraph_keys(CUDAGraphMode.FULL_AND_PIECEWISE, uniform_decode_query_len=1)
+    return made
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 7, 8])
+def test_only_busy_steps_are_demoted(dispatcher: Any, tokens: int) -> None:
+    from vllm.config import CUDAGraphMode
+
+    busy = [False]
+    demote_when(dispatcher, lambda: busy[0])
+    modes = []
+    for state in (False, True, False):
+        busy[0] = state
+        mode, batch = dispatcher.dispatch(num_tokens=tokens, uniform_decode=True)
+        modes.append(mode)
+        assert batch.num_tokens >= tokens
+    assert modes == [CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL]
+
+
+def test_a_mode_that_vllm_itself_rules_out_stays_out(dispatcher: Any) -> None:
+    from vllm.config import CUDAGraphMode
+
+    demote_when(dispatcher, lambda: True)
+    mode, _ = dispatcher.dispatch(num_tokens=4, uniform_decode=True, invalid_modes={CUDAGraphMode.PIECEWISE})
+    assert mode == CUDAGraphMode.NONE
+
+
+def test_splitting_keeps_vllms_own_operators() -> None:
+    from vllm.config import CompilationConfig
+
+    ops = splitting()["splitting_ops"]
+    assert set(CompilationConfig._attention_ops) < set(ops)
+    assert set(taps.OPERATORS) < set(ops)
+    assert CompilationConfig(**splitting()).splitting_ops == ops
+
+
+class Replayed:
+    """What a CUDA graph promises: it reads the addresses that it was captured with, and writes its captured outputs."""
+
+    moved = 0
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.run, self.inputs, self.outputs = run, None, None
+
+    def __call__(self, *inputs: Any) -> Any:
+        if self.inputs is None:
+            self.inputs, self.outputs = inputs, self.run(*inputs)
+            return self.outputs
+        tensors = [(a, b) for a, b in zip(self.inputs, inputs, strict=True) if isinstance(a, torch.Tensor)]
+        Replayed.moved += sum(a.data_ptr() != b.data_ptr() for a, b in tensors)
+        fresh = self.run(*self.inputs)
+        for out, new in zip(_listed(self.outputs), _listed(fresh), strict=True):
+            if isinstance(out, torch.Tensor):
+                out.copy_(new)
+        return self.outputs
+
+
+def _listed(x: Any) -> list[Any]:
+    return list(x) if isinstance(x, (tuple, list)) else [x]
+
+
+def test_taps_between_replayed_pieces_read_and_write_the_captured_buffers() -> None:
+    """vLLM's own splitter on a tapped model, with pieces that replay fixed addresses: no input moves, edits land."""
+    from vllm.compilation.backends import split_graph
+
+    ids = [len(taps._CALLBACKS) + i for i in range(3)]
+    taps._CALLBACKS.extend([None] * 3)
+    weights = [torch.randn(8, 8, generator=torch.Generator().manual_seed(i)) / 3 for i in range(4)]
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        for i, w in enumerate(weights):
+            x = torch.relu(x @ w) + 0.1
+            if i < 3:
+                torch.ops.tapgrid.tap_(x, ids[i])
+        return x
+
+    def backend(graph: Any, _: Any) -> Any:
+        whole, items = split_graph(graph, list(taps.OPERATORS))
+        assert sum(item.is_splitting_graph for item in items) == 3
+        for item in items:
+            if not item.is_splitting_graph:
+                piece = getattr(whole, item.submod_name)
+                wrapper = torch.nn.Module()
+                wrapper.forward = Replayed(piece.forward)  # type: ignore[method-assign]
+                setattr(whole, item.submod_name, wrapper)
+        return whole
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    buffer = torch.randn(5, 8, generator=torch.Generator().manual_seed(9))
+    with torch.no_grad():
+        plain = model(buffer).clone()
+        assert torch.equal(compiled(buffer), plain)  # the capture
+        seen: list[torch.Tensor] = []
+
+        def edit(x: torch.Tensor) -> None:
+            x.mul_(2)
+
+        taps._CALLBACKS[ids[0]], taps._CALLBACKS[ids[2]] = edit, lambda x: seen.append(x.clone())
+        replayed = compiled(buffer).clone()
+        expected = model(buffer)
+        assert torch.equal(replayed, expected)
+        assert not torch.equal(replayed, plain)
+        assert torch.equal(seen[0], seen[1])
+        taps._CALLBACKS[ids[0]] = taps._CALLBACKS[ids[2]] = None
+        assert torch.equal(compiled(buffer), plain)
+    assert Replayed.moved == 0
