@@ -16,6 +16,7 @@ import torch
 from vllm.platforms import current_platform
 
 from adapters.eager import Hooks
+from adapters.engines.graphs import demote_when, has_cuda
 from adapters.engines.versions import check_runner
 from adapters.engines.vllm import EXTRA, TAPS
 from adapters.engines.wire import Carried, Kept
@@ -182,7 +183,10 @@ class Worker(PlatformWorker):  # type: ignore[misc]
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(self.model_config.tokenizer)
-        self.tapgrid = WorkerHost(self.model_runner, tokenizer, (self.vllm_config.additional_config or {}).get(TAPS))
+        taps = (self.vllm_config.additional_config or {}).get(TAPS)
+        self.tapgrid = host = WorkerHost(self.model_runner, tokenizer, taps)
+        if taps is not None and has_cuda():
+            demote_when(self.model_runner.cudagraph_dispatcher, lambda: bool(host.live))
         WORKERS.append(self)
 
     def execute_model(self, scheduler_output: Any) -> Any:
