@@ -47,6 +47,7 @@ class InterpEngineVLLM:
     """The column `interp-engine-vllm`: hooks on eager vLLM, any point, chosen by each request."""
 
     plain = False
+    children = True  # the async engine's core is a process of its own: its CPU time counts
     backend = "vllm"
     points: tuple[str, ...] = ("resid_post", "z")
 
