@@ -74,11 +74,14 @@ class Comparison:
         return {s: seen[s] for s in STATUSES if seen[s]}
 
 
-def compare(before: Store | Side, after: Store | Side, rule: Gate | None = None) -> Comparison:
-    """Every cell of either session, `before` being the baseline."""
+def compare(
+    before: Store | Side, after: Store | Side, rule: Gate | None = None, *, other_settings: bool = False
+) -> Comparison:
+    """Every cell of either session, `before` being the baseline. With `other_settings`, cells measured with settings
+    that differ in what is not under test are compared all the same."""
     old, new = (s if isinstance(s, Side) else side(s) for s in (before, after))
     rule = rule or Gate()
-    changes = [_status(old, new, key, rule) for key in dict.fromkeys([*old.cells, *new.cells])]
+    changes = [_status(old, new, key, rule, other_settings) for key in dict.fromkeys([*old.cells, *new.cells])]
     tested = _tested([c for c in changes if not c.status], old, new)
     done = [tested.get(c.key, c) for c in changes]
     done.sort(
@@ -99,7 +102,7 @@ def _other_machine(old: Side, new: Side) -> str | None:
     return "; ".join(said)
 
 
-def _status(old: Side, new: Side, key: FullKey, rule: Gate) -> Change:
+def _status(old: Side, new: Side, key: FullKey, rule: Gate, other_settings: bool) -> Change:
     """What can be said of a cell without a test; status "" where it takes one."""
     was, now, limit = old.cells.get(key), new.cells.get(key), rule.limit(key.row, key.column)
     before, after = (c.share if c else None for c in (was, now))
@@ -123,7 +126,7 @@ def _status(old: Side, new: Side, key: FullKey, rule: Gate) -> Change:
         return said("no-share", now.reason if not now.process_shares else was.reason)
     if (was.against, was.metric) != (now.against, now.metric):
         return said("incomparable", f"was {was.metric} against {was.against}, is {now.metric} against {now.against}")
-    if other := differences(old, new, key):
+    if not other_settings and (other := differences(old, new, key)):
         return said("incomparable", "; ".join(other))
     n, m = len(was.process_shares), len(now.process_shares)
     if min(n, m) < 2 or least_p(n, m) >= new.alpha:

@@ -59,7 +59,7 @@ def gate(
         said = tuple(f"{c.row} / {c.column} failed validation: {c.reason}" for c in bad)
         code = 1 if bad else 0 if "missing-baseline" in allow else 3
         return GateResult(code, (*said, "no baseline to compare with: nothing was judged"), None, strict)
-    comparison = compare(before, new, rule)
+    comparison = compare(before, new, rule, other_settings="other-settings" in allow)
     if fresh is not None:
         comparison = _confirmed(comparison, fresh if isinstance(fresh, Side) else side(fresh))
     return _result(comparison, strict, allow)
@@ -81,7 +81,7 @@ def _confirmed(comparison: Comparison, fresh: Side) -> Comparison:
 
 
 def _result(comparison: Comparison, strict: bool, allow: Collection[str]) -> GateResult:
-    pardoned = {"incomparable": "other-settings", "no-baseline": "missing-baseline", "vanished": "vanished"}
+    pardoned = {"no-baseline": "missing-baseline", "vanished": "vanished"}
     fails, blind = [], []
     for c in comparison.changes:
         effect = STATUSES[c.status][0]
