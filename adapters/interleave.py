@@ -71,7 +71,6 @@ class Interleaver:
         self._modules: dict[Key, Location] = {}
         self._floors: dict[Key, int] = {}
         self._stem = _stem(host.points)
-        self._quiet: set[int] = set()
 
     def live(self, id: str, fns: Sequence[Intervention], body: Any = None, check_finite: bool = False) -> Live:
         """A new live request with its interventions, in the order in which they see each other's writes.
@@ -92,7 +91,6 @@ class Interleaver:
         """Start every intervention of this pass; each runs to its first read."""
         if self.waiting:
             self.abandon()
-        self._quiet.clear()
         self.inference = is_inference_mode_enabled()
         if self.inference:
             with InferenceMode(False):
@@ -112,10 +110,8 @@ class Interleaver:
             live.seen = first + n
             if job.draws:
                 live.drawn += 1
-            else:
-                self._quiet.add(id(live))
             for m in live.passes:
-                m._begin(job.index, mine, first, n, job.is_prompt, hub)
+                m._begin(job.index, mine, first, n, job.is_prompt, job.draws, hub)
                 if m.fn is not None:
                     m.thread = greenlet(start, hub)
                 self._resume(m, m)
@@ -126,7 +122,7 @@ class Interleaver:
         live, n = job.live, min(job.live.seen - job.first, job.tokens)
         for order, fn in enumerate(replayed(live.written or (), job.first, n, job.draws and n == job.tokens)):
             m = Pass(self, Live(live.id), fn, -1 - order)
-            m._begin(job.index, Part(rows, 0, n), job.first, n, job.is_prompt, hub)
+            m._begin(job.index, Part(rows, 0, n), job.first, n, job.is_prompt, job.draws, hub)
             m.thread = greenlet(start, hub)
             self._resume(m, m)
         return job.first + n, job.tokens - n, Part(rows, n, job.tokens)
@@ -166,8 +162,8 @@ class Interleaver:
             for key, passes in left.items():
                 for m in passes:
                     outside = key in (LOGITS_KEY, SAMPLED_KEY)
-                    quiet = m.live.error is not None or (outside and id(m.live) in self._quiet)
-                    self._throw(m, GreenletExit() if quiet else self._never(m, key))
+                    quiet = m.live.error is not None or (outside and not m.draws and m.fn is not None)
+                    self._throw(m, self._quiet(m) if quiet else self._never(m, key))
         for m in (m for passes in self.waiting.values() for m in passes):
             # It would also swallow what ends a greenlet that is let go of, and never come back from there.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(m.thread))
@@ -182,12 +178,15 @@ class Interleaver:
         left, self.waiting = self.waiting, {}
         for passes in left.values():
             for m in passes:
-                self._throw(m, GreenletExit())
+                if m.fn is not None:
+                    self._throw(m, GreenletExit())
+                else:  # the body of a trace is the parent of the model's greenlet: it gets the engine's own error
+                    m._end()
         self.waiting = {}
 
     def _resume(self, m: Pass, value: Any) -> None:
         if m.live.error is not None:
-            self._throw(m, GreenletExit())
+            self._throw(m, self._quiet(m))
             return
         try:
             wanted = m.thread.switch(value)
@@ -221,11 +220,15 @@ class Interleaver:
         if isinstance(wanted, Location) and not m.thread.dead:
             self._park(m, wanted)
 
+    def _quiet(self, m: Pass) -> BaseException:
+        """What ends a function without a word, and the body of a trace with the error of the one that failed before."""
+        return GreenletExit() if m.fn is not None or m.live.error is None else m.live.error
+
     def _failed(self, m: Pass, error: BaseException) -> None:
         """An error ends its own request only."""
         if m.live.error is None:
             m.live.error = error
-            m.live.spoilt = int(id(m.live) not in self._quiet)
+            m.live.spoilt = int(m.draws)
         if not isinstance(error, Exception):
             self.interrupt = error
 
@@ -263,6 +266,12 @@ class Interleaver:
     def _never(self, m: Pass, key: Key) -> InterventionError:
         where = f"{key[0]} ({'input' if key[1] == 'in' else 'output'})" if key[0] else key[1]
         line = line_of(m.thread)
+        if key in (LOGITS_KEY, SAMPLED_KEY):
+            return NeverRanError(
+                at_line(
+                    f"{where}: this pass is an early chunk of a long prompt and draws no token (m.draws says so)", line
+                )
+            )
         if m._key is not None and _ran_before(key, m._key):
             return PassedError(
                 at_line(

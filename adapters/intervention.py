@@ -58,13 +58,14 @@ class Pass:
     Attributes:
         step: passes of this request so far, from 0.
         is_prompt: whether these rows are prompt tokens.
+        draws: whether this pass draws a token; an early chunk of a long prompt does not.
         state: this request's own dict, kept from pass to pass.
         request: the request's id.
     """
 
     __slots__ = ("_back", "_first", "_handed", "_hub", "_il", "_index", "_instead", "_key", "_loc", "_n", "_payload",
-                 "_points", "_positions", "_rank", "_rows", "_value", "_version", "fn", "is_prompt", "live", "order",
-                 "request", "state", "step", "thread")  # fmt: skip
+                 "_points", "_positions", "_rank", "_rows", "_value", "_version", "draws", "fn", "is_prompt", "live",
+                 "order", "request", "state", "step", "thread")  # fmt: skip
 
     def __init__(self, il: Interleaver, live: Live, fn: Intervention | None, order: int = 0) -> None:
         self._il, self._points = il, il.points
@@ -72,7 +73,7 @@ class Pass:
         self.request = live.id
         self.state: dict[Any, Any] = live.state
         self.step = -1
-        self.is_prompt = True
+        self.is_prompt = self.draws = True
         self.thread: Any = None
         self._hub: Any = None
         self._positions: torch.Tensor | None = None
@@ -154,9 +155,9 @@ class Pass:
 
     # ---- how a read reaches the model
 
-    def _begin(self, index: int, rows: Rows, first: int, n: int, is_prompt: bool, hub: Any) -> None:
-        self._index, self._rows, self._first, self._n, self.is_prompt = index, rows, first, n, is_prompt
-        self._hub = hub
+    def _begin(self, index: int, rows: Rows, first: int, n: int, is_prompt: bool, draws: bool, hub: Any) -> None:
+        self._index, self._rows, self._first, self._n = index, rows, first, n
+        self.is_prompt, self.draws, self._hub = is_prompt, draws, hub
         self.step += 1
         self._positions = self._key = self._loc = self._value = None
         self._rank = -1

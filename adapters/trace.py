@@ -6,10 +6,12 @@ model switches back when it gets there.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from greenlet import getcurrent, greenlet
 
@@ -20,6 +22,9 @@ from adapters.modes import cross
 if TYPE_CHECKING:
     from adapters.runtime import Ask, Engine
 
+# Models that are suspended in a body right now.
+_OPEN: WeakKeyDictionary[Any, Pass] = WeakKeyDictionary()
+
 
 @contextmanager
 def trace_of(engine: Engine, ask: Ask) -> Iterator[Pass]:
@@ -29,7 +34,8 @@ def trace_of(engine: Engine, ask: Ask) -> Iterator[Pass]:
         yield m
         _finish_pass(model, m)
     finally:
-        _drain(model, m)
+        if not model.dead:
+            _drain(model, m)
 
 
 def steps_of(engine: Engine, ask: Ask) -> Iterator[Pass]:
@@ -40,7 +46,8 @@ def steps_of(engine: Engine, ask: Ask) -> Iterator[Pass]:
             yield m
             _finish_pass(model, m)
     finally:
-        _drain(model, m)
+        if not model.dead:
+            _drain(model, m)
 
 
 def _start(engine: Engine, ask: Ask) -> tuple[Any, Pass]:
@@ -51,7 +58,15 @@ def _start(engine: Engine, ask: Ask) -> tuple[Any, Pass]:
     if not isinstance(m, Pass):
         _raise_failure(m)
         raise LoadError("the engine finished without a pass")
+    _OPEN[model] = m
     return model, m
+
+
+@atexit.register
+def _close_all() -> None:
+    """A model that is suspended in the middle of a pass when the interpreter goes down would take it down hard."""
+    for model, m in list(_OPEN.items()):
+        _drain(model, m)
 
 
 def _finish_pass(model: Any, m: Pass) -> None:

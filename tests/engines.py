@@ -136,7 +136,8 @@ def in_turn(*fns: Callable[[Any], Any]) -> Intervention:
 
 
 # Every point of a Llama in the model's order, at the first and the last layer.
-PER_LAYER = ("resid_pre attn_in q k v z attn_out resid_mid mlp_in mlp_pre mlp_act mlp_out resid_post").split()
+PER_LAYER = ["resid_pre", "attn_in", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_in"]
+PER_LAYER += ["mlp_pre", "mlp_act", "mlp_out", "resid_post"]
 EVERY = [("embed",), *((p, layer) for layer in (0, 2) for p in PER_LAYER), ("final_norm",), ("logits",), ("sampled",)]
 SHAPES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(
