@@ -23,8 +23,6 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 # What a measured process runs; other files may change without a resumed session mixing two programs.
 MEASURED_CODE = (
-    "adapters",
-    "validation",
     "harness/worker.py",
     "harness/bench.py",
     "harness/workloads.py",
@@ -79,26 +77,31 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def code_hash(targets: Iterable[str] = (), folder: Path | None = None) -> str:
-    """A hash of the source that measured processes run, and of the adapters that a grid file names.
+def code_hash(targets: Iterable[str], folder: Path | None = None) -> str:
+    """A hash of the source that measured processes run: the worker's, and that of the targets ("module:Class").
 
     Content and not the git commit: an edit that was not committed counts, and a commit that only touches a page
-    of documentation does not throw away a night of measuring.
+    of documentation does not throw away a night of measuring. A target of ours counts with its whole room.
     """
     h = hashlib.sha256()
-    files = [
-        f
-        for part in MEASURED_CODE
-        for f in ([ROOT / part] if part.endswith(".py") else sorted((ROOT / part).rglob("*.py")))
-    ]
-    for target in targets:
-        module = target.partition(":")[0].split(".")
-        places = [p / Path(*module).with_suffix(".py") for p in [folder or Path.cwd(), Path.cwd(), ROOT]]
-        files += [p for p in places if p.is_file()][:1]
+    modules = sorted({t.partition(":")[0] for t in targets})
+    rooms = sorted({m.partition(".")[0] for m in modules} & {"adapters", "validation"})
+    files = [ROOT / part for part in MEASURED_CODE]
+    files += [f for room in rooms for f in sorted((ROOT / room).rglob("*.py"))]
+    files += [f for m in modules if m.partition(".")[0] not in rooms for f in [_source(m, folder or Path.cwd())] if f]
     for file in files:
-        if file.is_file():
-            h.update(file.name.encode() + file.read_bytes())
+        h.update(file.name.encode() + file.read_bytes())
     return h.hexdigest()[:16]
+
+
+def _source(module: str, folder: Path) -> Path | None:
+    """The file of a module, found without importing it or its packages (which may bring an engine in)."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)
+    places = [folder / top, Path.cwd() / top, *map(Path, (spec.submodule_search_locations or []) if spec else [])]
+    if not rest and spec and spec.origin and spec.submodule_search_locations is None:
+        places.append(Path(spec.origin).with_suffix(""))
+    return next((f for p in places if (f := p.joinpath(*rest).with_suffix(".py")).is_file()), None)
 
 
 def model_hash(folder: Path) -> str:

@@ -128,7 +128,7 @@ def key_of(
             "python": facts["python"],
             "machine": fingerprint.machine_id(facts),
             "model": fingerprint.model_hash(model),
-            "code": fingerprint.code_hash(choice.grid.adapters.values(), Path(choice.grid.path).parent),
+            "code": fingerprint.code_hash([*targets.values(), choice.grid.validator], Path(choice.grid.path).parent),
         }
     )
 

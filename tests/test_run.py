@@ -431,3 +431,23 @@ def test_load_contaminates_wall_time_and_not_cpu_time(here: Path) -> None:
     runs = [{"load": 3.5, "column": "hf", "row": "steer"}, {"load": None, "column": "hf", "row": "lens"}]
     assert by_load(runs, limit) == ["load 3.5 while hf ran steer, above 3"]
     assert by_load(runs, 4.0) == by_load(runs, None) == []
+
+
+def test_the_code_that_counts_is_what_the_measured_process_runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness import fingerprint
+    from harness.fingerprint import code_hash
+
+    (here / "mine.py").write_text("x = 1")
+    (here / "pack").mkdir()
+    (here / "pack" / "__init__.py").write_text("raise SystemExit('imported')")
+    (here / "pack" / "peer.py").write_text("y = 1")
+    ours, theirs, packed = (code_hash([t], here) for t in ("adapters.ours:A", "mine:B", "pack.peer:C"))
+    assert len({ours, theirs, packed}) == 3
+    (here / "mine.py").write_text("x = 2")
+    assert code_hash(["mine:B"], here) != theirs
+    assert code_hash(["pack.peer:C"], here) == packed
+    (here / "pack" / "peer.py").write_text("y = 2")
+    assert code_hash(["pack.peer:C"], here) != packed
+    assert code_hash(["no_such.module:D"], here) == code_hash([], here)  # its worker will say what is missing
+    monkeypatch.setattr(fingerprint, "MEASURED_CODE", ("harness/clock.py",))
+    assert code_hash([], here) != code_hash(["mine:B"], here)
