@@ -214,23 +214,24 @@ def test_counting_looks_only_where_the_fault_happened() -> None:
     assert not count("half-rank", [replace(found[0], verdict="WARN")]).caught
 
 
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Validator, Any]]:
+    models = pytest.importorskip("harness.models")
+    try:
+        folder: Path = models.resolve("smollm2")
+    except models.UnknownModel as missing:
+        pytest.skip(str(missing))
+    settings = Settings()
+    validator, adapter = Validator(folder, settings, tmp_path_factory.mktemp("cache")), HooksAdapter()
+    adapter.boot(folder, settings)
+    yield validator, adapter
+    validator.close()
+    adapter.close()
+
+
 @pytest.mark.engine
 class TestSmolLM2:
     """The same on a pretrained model, whose massive activations hide from most metrics."""
-
-    @pytest.fixture(scope="class")
-    def engine(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Validator, Any]]:
-        models = pytest.importorskip("harness.models")
-        try:
-            folder: Path = models.resolve("smollm2")
-        except models.UnknownModel as missing:
-            pytest.skip(str(missing))
-        settings = Settings()
-        validator, adapter = Validator(folder, settings, tmp_path_factory.mktemp("cache")), HooksAdapter()
-        adapter.boot(folder, settings)
-        yield validator, adapter
-        validator.close()
-        adapter.close()
 
     @staticmethod
     def requests(seed: int) -> list[Request]:
@@ -257,10 +258,8 @@ class TestSmolLM2:
     def test_honest_writes_pass_and_faulty_ones_do_not(self, engine: tuple[Validator, Any]) -> None:
         validator, adapter = engine
         vector = (4 * np.random.default_rng(0).standard_normal(576)).astype(np.float32)
-        for work in (Steer("resid_post.15", vector), AblateHead(15, 0)):
+        for work, fault in ((Steer("resid_post.15", vector), "write-halved"), (AblateHead(15, 0), "write-elsewhere")):
             found = validator.check_write(adapter, work, self.requests(0))
-            assert "FAIL" not in {f.verdict for f in found}, found
-            for fault in WRITES:
-                if rewritten(fault, work) is not work:
-                    words = {f.verdict for f in validator.check_write(wrap(adapter, fault), work, self.requests(0))}
-                    assert "FAIL" in words, (work, fault)
+            assert {f.verdict for f in found} == {"PASS"}, found
+            found = validator.check_write(wrap(adapter, fault), work, self.requests(0))
+            assert "FAIL" in {f.verdict for f in found}, (work, fault)

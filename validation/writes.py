@@ -1,8 +1,10 @@
-"""Does a write land, everywhere and as written? The change it causes, against the change it causes in the reference.
+"""Does a write land, everywhere and as written?
 
-The engine generates with the write on, watching the written point and some after it. Then the same tokens,
-prompt and generated, go through it without the write as one prompt. The difference of the two is the change, for
-every row of prefill and decode alike, and needs no second opinion on which tokens are right.
+Twice over. The engine generates with the write on, watching the written point and some after it: those values,
+prompt and generated, against the reference with the same write. Then the tokens that came of it go through as
+prompts, with the write and without: the difference is the change that the write causes, against the change it
+causes in the reference. Both sides of that difference have the same shape, so that the engine's rounding
+before the write cancels, as it does in the yardstick; between decode and prefill it does not.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import numpy as np
 
 from adapters.work import AblateHead, Adapter, Capture, ForceToken, Outcome, Request, Shape, Steer
 from validation import errors as E
-from validation import tokens
+from validation import tokens, values
 from validation.finding import Finding, What, failed, finding, split
 from validation.query import Write
 from validation.truth import Answers, Passes, Truth, passes, pooled
@@ -60,17 +62,25 @@ def check_write(
     """Findings on one write; what it cannot see, it says."""
     if isinstance(work, ForceToken):
         return [forced("write", work, requests, adapter.run(requests, work), truth.shape.vocab)]
-    points = watch_for(work, truth.shape.layers)
-    watching = replace(work, watch=points)
-    if adapter.refuses(watching, shape_for(requests)):
-        points = ()  # the tokens are all there is to see
-    outcomes = adapter.run(requests, replace(work, watch=points))
+    watching = replace(work, watch=watch_for(work, truth.shape.layers))
+    refusal = adapter.refuses(watching, shape_for(requests))
+    if refusal:
+        watching = replace(work, watch=())  # the tokens are all there is to see
+    outcomes = adapter.run(requests, watching)
     if bad := tokens.trouble(requests, outcomes, truth.shape.vocab):
         return [failed("write", "tokens", bad)]
     sequences = [passes(r, o) for r, o in zip(requests, outcomes, strict=True)]
-    written = truth.ask(sequences, points, elsewhere=False, write=write_of(work))
-    found = [finding("write", "tokens", tokens.plausible(written), note="under the written reference")]
-    return found + _changes(adapter, work, requests, outcomes, sequences, written, points, truth) if points else found
+    written = truth.ask(sequences, watching.watch, elsewhere=False, write=write_of(work))
+    note = "under the written reference" + (f"; nothing else was checked: {refusal.sentence}" if refusal else "")
+    found = [finding("write", "tokens", tokens.plausible(written), note=note)]
+    if not watching.watch:
+        return found
+    if wrong := values.guards("write", Capture(watching.watch), requests, outcomes, truth.shape):
+        return [*found, *wrong]
+    if isinstance(work, AblateHead):
+        found.append(_head_is_zero(work, outcomes))
+    found += values.captured("write", watching.watch, outcomes, written, "the written values")
+    return found + _changes(adapter, watching, sequences, written, truth)
 
 
 def forced(
@@ -90,41 +100,30 @@ def forced(
 
 
 def _changes(
-    adapter: Adapter, work: Steer | AblateHead, requests: Sequence[Request], outcomes: Sequence[Outcome],
-    sequences: Sequence[Passes], written: Answers, points: tuple[str, ...], truth: Truth,
-) -> list[Finding]:  # fmt: skip
-    whole = [Request(f"{r.id}/without", s.ids, 1) for r, s in zip(requests, sequences, strict=True)]
-    without = adapter.run(whole, Capture(points))
-    plain = truth.ask(sequences, points, elsewhere=False)
+    adapter: Adapter, work: Steer | AblateHead, sequences: Sequence[Passes], written: Answers, truth: Truth
+) -> list[Finding]:
+    whole = [Request(f"whole/{k}", s.ids, 1) for k, s in enumerate(sequences)]
+    plain = truth.ask(sequences, work.watch, elsewhere=False)
+    sides = [adapter.run(whole, what) for what in (work, Capture(work.watch))]
+    for outcomes in sides:
+        if wrong := values.guards("write", Capture(work.watch), whole, outcomes, truth.shape):
+            return wrong
     found = []
-    for point in points:
-        if missing := next((p for o in (*outcomes, *without) for p in [point] if p not in o.values), None):
-            found.append(failed("write", missing, "came back without this watched value"))
-            continue
-        try:
-            on, off = (np.concatenate([E.rows(o.values[point]) for o in side]) for side in (outcomes, without))
-        except ValueError as ragged:
-            found.append(failed("write", point, f"the values of different requests do not fit together: {ragged}"))
-            continue
-        found.append(_change(point, on, off, written, plain, truth.dtype))
-        if point.startswith("z.") and isinstance(work, AblateHead):
-            found.append(_head_is_zero(work, outcomes))
+    for point in work.watch:
+        on, off = (np.concatenate([E.rows(o.values[point]) for o in side]) for side in sides)
+        found.append(_change(point, on - off, written, plain, truth.dtype))
     return found
 
 
-def _change(point: str, on: E.Array, off: E.Array, written: Answers, plain: Answers, dtype: str) -> Finding:
+def _change(point: str, change: E.Array, written: Answers, plain: Answers, dtype: str) -> Finding:
     reference = _difference(written.exact, plain.exact, point)
-    if on.shape != reference.shape or off.shape != reference.shape:
-        return failed(
-            "write", point, f"shapes {on.shape} with and {off.shape} without the write, expected {reference.shape}"
-        )
     if dtype == "float32":
         held = _float32_change(written, plain, point, reference)
     else:
         held = E.largest(
             [E.measure(_difference(w, p, point), reference) for w, p in zip(written.own, plain.own, strict=True)]
         )
-    verdict = judge(on - off, reference, held, dtype=dtype)
+    verdict = judge(change, reference, held, dtype=dtype)
     note = "the change against the reference's change"
     if verdict.verdict == "PASS" and held.median > VISIBLE:
         verdict = replace(
