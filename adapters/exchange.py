@@ -81,6 +81,9 @@ def spliced(loc: Location, payload: Any, rows: Rows, index: int, value: Any) -> 
         rows.sampled(whole, index).copy_(value)
         return whole
     found = found_at(loc.site, payload)[0]
+    if loc.site.held:
+        shaped(rows.of(found[0] if loc.site.lead else found, index), loc).copy_(value / loc.scale)
+        return None
     whole = found.clone()
     shaped(rows.of(whole[0] if loc.site.lead else whole, index), loc).copy_(value / loc.scale)
     return _with(loc.site, payload, found, whole)

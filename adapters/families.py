@@ -52,7 +52,7 @@ def _block(layer: str, attn: str, o: str, mid: str, mlp: str, pre: str, down: st
         "pattern": Site(f"{layer}.{attn}", "attention", "pattern"),
         "z": _in(f"{layer}.{attn}.{o}", heads="v"),
         "attn_out": _out(f"{layer}.{attn}"),
-        "resid_mid": _in(f"{layer}.{mid}"),
+        "resid_mid": _in(f"{layer}.{mid}", held=True),
         "mlp_in": _in(f"{layer}.{mlp}"),
         "mlp_pre": _out(f"{layer}.{mlp}.{pre}"),
         "mlp_act": _in(f"{layer}.{mlp}.{down}"),
@@ -156,7 +156,7 @@ _POST_NORMS: Sites = {
     "attn_out": _out(f"{_L}.post_attention_layernorm"),
     "mlp_out": _out(f"{_L}.post_feedforward_layernorm"),
 }
-_GEMMA2_HF = {**_LLAMA_HF, **_POST_NORMS, "resid_mid": _in(f"{_L}.pre_feedforward_layernorm")}
+_GEMMA2_HF = {**_LLAMA_HF, **_POST_NORMS, "resid_mid": _in(f"{_L}.pre_feedforward_layernorm", held=True)}
 _GEMMA2_VLLM = {
     **_LLAMA_VLLM,
     **_POST_NORMS,
@@ -169,7 +169,7 @@ _SCALED_EMBED: Sites = {"embed": _in("model.layers.0", form="pair", index=1)}
 _OLMO2_HF = {
     **_LLAMA_HF,
     **_POST_NORMS,
-    "resid_mid": _in(f"{_L}.mlp"),
+    "resid_mid": _in(f"{_L}.mlp", held=True),
     **_apart(_LLAMA_HF, "attn_in", "mlp_in"),
 }
 _OLMO3_VLLM = {

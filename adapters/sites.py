@@ -32,6 +32,8 @@ class Site:
     `columns` is a slice of a fused projection, `part` the i-th of n equal parts inside every head, `query_parts` how
     many head widths the queries take in a fused projection. `heads` splits the last axis into [heads, head_dim].
     `lead` drops a leading axis of one. `scale` names the config's factor that the engine multiplies by afterwards.
+    `held` is an input that the model keeps for later as well (the stream that goes past the MLP): with gradients too,
+    an edit has to land in that very tensor.
     """
 
     path: str
@@ -45,6 +47,7 @@ class Site:
     query_parts: int = 1
     lead: bool = False
     scale: str | None = None
+    held: bool = False
 
     @property
     def in_place(self) -> bool:

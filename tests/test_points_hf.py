@@ -16,7 +16,7 @@ from adapters.points import PER_LAYER, Points
 from adapters.runtime import Output, Runtime
 from harness.models import resolve
 from harness.twins import TWINS
-from tests.points_probe import SHORT, at, error, everywhere, key, logits, nudge, read_all, run, samples, write
+from tests.points_probe import PROMPTS, SHORT, at, error, everywhere, key, logits, nudge, read_all, run, samples, write
 
 EXACT = 2e-6
 EMPTY = "mlp_pre", "mlp_act"
@@ -427,3 +427,44 @@ def test_patterns_of_a_kernel_that_keeps_none(twin: str) -> None:
     for a, b in zip(read, plain, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a.saves["logits"], b.saves["logits"], strict=True))
     assert fused.engine.model.config._attn_implementation == "sdpa"
+
+
+# ---- gradients
+
+
+@pytest.mark.parametrize("twin", ["gpt2", "gptj", "olmo2", "granite", "mixtral", "deepseek_v2", "gemma2", "qwen3_next"])
+def test_the_gradient_of_every_point_is_its_slope(twin: str) -> None:
+    """A step along a direction changes the loss by the gradient along it, whatever form the point has."""
+    rt = load(twin)
+    weights = torch.randn(512, generator=torch.Generator().manual_seed(3))
+
+    def loss(m: Any) -> torch.Tensor:
+        return (m.logits[-1].double() * weights).sum()
+
+    for name, layer in samples(rt.engine.points):
+        if name in ("logits", "sampled"):
+            continue
+        with rt.trace(PROMPTS[1], grad=True) as m:
+            held = at(m, name, layer)
+            loss(m).backward()
+        direction = torch.randn(held.shape, generator=torch.Generator().manual_seed(5)) * held.detach().std()
+        if name == "pattern":
+            direction = direction * (held.detach() > 0)
+        step = 0.01
+
+        def moved(m: Any, by: float, name: str = name, layer: int | None = layer, along: Any = direction) -> None:
+            value = at(m, name, layer)
+            value += by * along
+            m.save("loss", loss(m))
+
+        up, down = (
+            run(rt, lambda m, by=by: moved(m, by), [PROMPTS[1]], new=1)[0].saves["loss"][0] for by in (step, -step)
+        )
+        slope = float(up - down) / (2 * step)
+        assert held.grad is not None, name
+        wanted = float((held.grad * direction).sum())
+        assert abs(slope - wanted) < 0.03 * max(abs(wanted), 0.05 * float(held.grad.norm() * direction.norm())), (
+            name,
+            slope,
+            wanted,
+        )
