@@ -51,3 +51,24 @@ def test_every_tapgrid_command_of_the_readme_exists() -> None:
     ).stdout
     for command in listed.group(1).split(" | "):
         assert re.search(rf"^    {command}\b", help_text, re.MULTILINE), command
+
+
+def test_the_workflow_uses_words_that_exist() -> None:
+    """docs/tapgrid.yml is copied by others: every option and column in it must be one of ours."""
+    import yaml
+
+    from adapters.columns import all_columns
+    from harness.gate import parse_gate
+
+    text = (ROOT / "docs" / "tapgrid.yml").read_text()
+    steps = yaml.safe_load(text)["jobs"]["gate"]["steps"]
+    script = "\n".join(step.get("run", "") for step in steps)
+    options = set(re.findall(r"--grid-[a-z]+", script))
+    help_text = subprocess.run(
+        [sys.executable, "-m", "pytest", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert options
+    assert all(option in help_text for option in options)
+    for columns in re.findall(r"COLUMNS=(\S+)", script):
+        assert set(columns.split(",")) <= set(all_columns())
+    assert parse_gate(re.search(r"--grid-gate (\S+?)\"", script).group(1))  # type: ignore[union-attr]
