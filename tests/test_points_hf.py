@@ -468,3 +468,9 @@ def test_the_gradient_of_every_point_is_its_slope(twin: str) -> None:
             slope,
             wanted,
         )
+
+
+def test_a_first_token_looks_at_itself_alone() -> None:
+    """The one activation that may be constant: it is not mistaken for a broken capture."""
+    out = run(load("llama"), lambda m: m.save("p", m.pattern[1]), [[5]], new=1)[0]
+    assert out.saves["p"][0].tolist() == [[[1.0]]] * 4
