@@ -87,6 +87,9 @@ def test_limits_of_single_cells() -> None:
 
 def test_inconclusive_passes_unless_strict() -> None:
     noisy, other = made(1, noise=0.15), made(2, noise=0.15)
+    tested = [c for c in compare(noisy, other).changes if c.p is not None]
+    assert all(c.p_adjusted >= c.p for c in tested)  # type: ignore[operator]
+    assert any(c.p_adjusted > c.p for c in tested)  # type: ignore[operator]
     assert status(gate(noisy, other)) == "inconclusive"
     assert (gate(noisy, other).exit_code, gate(noisy, other, strict=True).exit_code) == (0, 3)
 
