@@ -27,7 +27,7 @@ from adapters.errors import (
 from adapters.intervention import Intervention, Pass, start
 from adapters.live import Job, Live
 from adapters.modes import InferenceMode, is_grad_enabled, is_inference_mode_enabled, set_grad_enabled
-from adapters.points import _STRIDE, LOGITS_KEY, SAMPLED_KEY, Location, Points
+from adapters.points import _STRIDE, Location, Points
 from adapters.recompute import replayed
 from adapters.rows import Part, Rows
 
@@ -120,6 +120,11 @@ class Interleaver:
         """Part of this pass computes what interventions have seen: their writes are done again without them, and what
         is left for them is (first position, tokens, rows)."""
         live, n = job.live, min(job.live.seen - job.first, job.tokens)
+        if live.wrote and live.written is None:
+            live.error = InterventionError(
+                f"the engine computes positions {job.first} to {job.first + n} again, which was not expected of it, and "
+                f"what this request wrote there is not known any more (request {live.id})"
+            )
         for order, fn in enumerate(replayed(live.written or (), job.first, n, job.draws and n == job.tokens)):
             m = Pass(self, Live(live.id), fn, -1 - order)
             m._begin(job.index, Part(rows, 0, n), job.first, n, job.is_prompt, job.draws, hub)
@@ -161,9 +166,7 @@ class Interleaver:
             left, self.waiting = self.waiting, {}
             for key, passes in left.items():
                 for m in passes:
-                    outside = key in (LOGITS_KEY, SAMPLED_KEY)
-                    quiet = m.live.error is not None or (outside and not m.draws and m.fn is not None)
-                    self._throw(m, self._quiet(m) if quiet else self._never(m, key))
+                    self._throw(m, self._never(m, key) if m.live.error is None else self._quiet(m))
         for m in (m for passes in self.waiting.values() for m in passes):
             # It would also swallow what ends a greenlet that is let go of, and never come back from there.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(m.thread))
@@ -266,12 +269,6 @@ class Interleaver:
     def _never(self, m: Pass, key: Key) -> InterventionError:
         where = f"{key[0]} ({'input' if key[1] == 'in' else 'output'})" if key[0] else key[1]
         line = line_of(m.thread)
-        if key in (LOGITS_KEY, SAMPLED_KEY):
-            return NeverRanError(
-                at_line(
-                    f"{where}: this pass is an early chunk of a long prompt and draws no token (m.draws says so)", line
-                )
-            )
         if m._key is not None and _ran_before(key, m._key):
             return PassedError(
                 at_line(

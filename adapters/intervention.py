@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from greenlet import getcurrent
+from greenlet import GreenletExit, getcurrent
 
 from adapters.attributes import Module, layered, single
 from adapters.errors import (
     InterventionError,
+    NeverRanError,
     NonFiniteError,
     NotInRowsError,
     PassedError,
@@ -35,7 +36,7 @@ from adapters.modes import (
     refuse_autocast,
     set_grad_enabled,
 )
-from adapters.points import AFTER, BEFORE, PER_LAYER, SAMPLED_KEY, Location
+from adapters.points import AFTER, BEFORE, LOGITS_KEY, PER_LAYER, SAMPLED_KEY, Location
 from adapters.recompute import Written
 from adapters.saves import copied
 
@@ -198,6 +199,8 @@ class Pass:
         hub = self._hub
         if hub is None:
             raise PassedError(at_user_line(f"{loc} was read after its pass had ended (request {self.request})"))
+        if not self.draws and loc.key in (LOGITS_KEY, SAMPLED_KEY):
+            self._no_draw(loc)
         if getcurrent() is not self.thread:
             raise InterventionError(at_user_line(f"{loc} was read on the Pass of another request ({self.request})"))
         self._il.host.attach(loc.key)
@@ -210,6 +213,14 @@ class Pass:
         if is_grad_enabled() is not grad:
             set_grad_enabled(grad)
         return payload
+
+    def _no_draw(self, loc: Location) -> None:
+        """The engine holds logits for every pass, but those of an early chunk are nobody's."""
+        if self.fn is not None:
+            raise GreenletExit
+        raise NeverRanError(
+            at_user_line(f"{loc}: this pass is an early chunk of a long prompt and draws no token (m.draws says so)")
+        )
 
     def _passed(self, loc: Location) -> PassedError:
         at = self._handed[-1][0] if self._handed else "a later point"

@@ -59,6 +59,8 @@ class VLLMEngine:
         except BaseException:
             self.core.abort_request(list(ids), internal=True)
             self._collect(ids)
+            if self.host is not None:
+                self.host.carried.clear()
             raise
         finally:
             self.running = False
