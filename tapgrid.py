@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
+    from adapters.engines.module import WrappedModule
     from adapters.runtime import Runtime
 
 _HOMES = {
@@ -22,7 +25,7 @@ _HOMES = {
     "Runtime": "adapters.runtime",
 }
 
-__all__ = ["Output", "Pass", "Runtime", "load"]
+__all__ = ["Output", "Pass", "Runtime", "load", "wrap"]  # noqa: F822 (looked up lazily below)
 
 
 def load(model: str | Path, **arguments: Any) -> Runtime:
@@ -40,6 +43,22 @@ def load(model: str | Path, **arguments: Any) -> Runtime:
     from harness.models import resolve
 
     return boot(model, resolve=resolve, **arguments)
+
+
+def wrap(module: torch.nn.Module) -> WrappedModule:
+    """Any torch module, its submodules reached by path: for models that are not language models, and for tests.
+
+    >>> import torch
+    >>> wrapped = wrap(torch.nn.Sequential(torch.nn.Identity(), torch.nn.ReLU()))
+    >>> with wrapped.trace(torch.tensor([[-1.0, 2.0]])) as m:
+    ...     m.at("0").output *= -1
+    ...     after = m.at("1").output
+    >>> after
+    tensor([[1., 0.]])
+    """
+    from adapters.engines.module import WrappedModule
+
+    return WrappedModule(module)
 
 
 def __getattr__(name: str) -> Any:

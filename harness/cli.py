@@ -135,6 +135,13 @@ COMMANDS: dict[str, Command] = {
         (("what", "?", "a grid, or a store (default: the newest store)"),),
         (*words.SELECT, words.PLANNING[-1]),
     ),
+    "overhead": Command(
+        do.overhead_,
+        "what the runtime itself costs, in microseconds, beside nnsight's",
+        "tapgrid overhead --json",
+        (),
+        tuple(w for w in words.PLANNING if w.name == "rounds"),
+    ),
     "doctor": Command(do.doctor_, "is this machine fit to measure on, and what to do if not", "tapgrid doctor"),
 }
 

@@ -259,3 +259,11 @@ def doctor_(args: Namespace) -> int:
     found = doctor.examine()
     out(args, [dataclasses.asdict(f) for f in found], [doctor.line(f) for f in found])
     return 0 if all(f.good is not False for f in found) else 3
+
+
+def overhead_(args: Namespace) -> int:
+    from harness import overhead
+
+    costs, code = overhead.in_a_process(args.rounds or overhead.ROUNDS)
+    out(args, costs, [overhead.line(c) for c in costs])
+    return code
