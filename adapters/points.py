@@ -159,6 +159,18 @@ def points_of(config: Any, engine: Engine) -> Points:
     return Points(family_of(_read(text, "model_type", default="unknown")), engine, dimensions(text))
 
 
+# What a multimodal model's text modules begin with, and what stands there instead.
+_WRAPPED: dict[Engine, tuple[str, str]] = {"hf": ("model.", "model.language_model."), "vllm": ("", "language_model.")}
+
+
+def _has(model: Any, path: str) -> bool:
+    try:
+        model.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
 class Points:
     """The points of one model on one engine: resolves `(name, layer)` to a `Location`, once each.
 
@@ -178,6 +190,7 @@ class Points:
         self._whole = tables[frozenset.intersection(*traits) if traits else frozenset()]
         self.sites: Mapping[str, Site] = {n: s for n, s in self._whole.items() if isinstance(s, Site)}
         self._known: dict[tuple[str, int | None], Location] = {}
+        self._stem = ("", "")
 
     def _table(self, traits: frozenset[str]) -> Sites:
         table = dict(getattr(self.family, self.engine))
@@ -185,6 +198,21 @@ class Points:
             if trait in traits:
                 table |= getattr(kind, self.engine)
         return table
+
+    def within(self, model: Any) -> Points:
+        """These points where `model`'s modules lie: a multimodal wrapper keeps its text model one level further down.
+
+        >>> points_of({"model_type": "llama", "num_hidden_layers": 1}, "hf").within(None).at("resid_post", 0).key[0]
+        'model.layers.0'
+        """
+        plain = self.at("resid_post", 0).key[0] if self.layers("resid_post") else ""
+        for stem in (("", ""), _WRAPPED[self.engine]):
+            path = stem[1] + plain.removeprefix(stem[0])
+            if model is not None and plain.startswith(stem[0]) and _has(model, path):
+                self._stem = stem
+                self._known.clear()
+                break
+        return self
 
     def names(self) -> tuple[str, ...]:
         """Every point that can be read and written here at some layer, in the model's order."""
@@ -255,7 +283,7 @@ class Points:
             rank = 1 + layer * _STRIDE + PER_LAYER.index(name)
         if name in ("logits", "sampled"):
             return Location(name, None, site, LOGITS_KEY if name == "logits" else SAMPLED_KEY, rank)
-        d, path = self.dims, site.path.format(l=layer)
+        d, path = self.dims, self._stem[1] + site.path.format(l=layer).removeprefix(self._stem[0])
         lo, hi = self._columns(site)
         width = {None: 0, "q": d.head_dim, "kv": d.head_dim, "v": d.v_head_dim or d.head_dim}[site.heads]
         scale = d.scales.get(site.scale, 1.0) if site.scale else 1.0

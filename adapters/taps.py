@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from adapters.errors import NotDeclaredError, UnknownPointError, at_user_line
+from adapters.errors import NotDeclaredError, PointRefusedError, UnknownPointError, at_user_line
 from adapters.interleave import Interleaver, Key, no_such_module
 from adapters.points import LOGITS_KEY, PER_LAYER, SAMPLED_KEY, Location, Points
 
@@ -78,7 +78,13 @@ def declared(taps: Sequence[str], points: Points) -> list[Location]:
         name, star, _ = tap.partition(".*")
         if star and name not in PER_LAYER:
             raise UnknownPointError(f"taps={tap!r}: {name} has no layers")
-        for loc in [points.at(name, layer) for layer in range(points.dims.layers)] if star else [points.parse(tap)]:
+        # Where no layer has the point, the first one says why.
+        for loc in [points.at(name, layer) for layer in points.layers(name) or (0,)] if star else [points.parse(tap)]:
+            if not loc.site.in_place:
+                raise PointRefusedError(
+                    f"taps={tap!r}: an edit of {loc} is more than a write to the memory that the model holds, which is "
+                    "all that a tap can do; backend='eager' has this point"
+                )
             if loc.key not in (LOGITS_KEY, SAMPLED_KEY):
                 found.setdefault(loc.key, loc)
     return sorted(found.values(), key=lambda loc: loc.rank)

@@ -474,3 +474,26 @@ def test_a_first_token_looks_at_itself_alone() -> None:
     """The one activation that may be constant: it is not mistaken for a broken capture."""
     out = run(load("llama"), lambda m: m.save("p", m.pattern[1]), [[5]], new=1)[0]
     assert out.saves["p"][0].tolist() == [[[1.0]]] * 4
+
+
+def test_the_text_model_inside_a_multimodal_one() -> None:
+    transformers = pytest.importorskip("transformers")
+    from adapters.engines.hf import HFEngine
+
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+    }
+    config = transformers.Gemma3Config(
+        text_config=TWINS["gemma3"].kwargs(), vision_config=vision, mm_tokens_per_image=4
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    rt = Runtime(HFEngine(model, None))
+    assert rt.engine.points.at("z", 1).key == ("model.language_model.layers.1.self_attn.o_proj", "in")
+    for out in run(rt, read_all(rt.engine.points), SHORT):
+        assert error(out.saves["unembedded"], out.saves["logits"]) < EXACT
+        assert error(plus(out.saves["resid_pre.1"], out.saves["attn_out.1"]), out.saves["resid_mid.1"]) < EXACT
+        assert error(out.saves["pattern.2"][0].sum(-1), torch.ones(out.saves["pattern.2"][0].shape[:2])) < EXACT

@@ -185,3 +185,18 @@ def test_a_family_is_found_by_its_name() -> None:
     for name in FAMILIES:
         assert family_of(name).name == name
     assert {t.model_type for t in TWINS.values()} <= set(FAMILIES)
+
+
+def test_taps_take_what_lies_in_memory() -> None:
+    torch = pytest.importorskip("torch")
+    assert torch is not None
+    from adapters.taps import declared
+
+    hybrid = points("qwen3_next", "vllm")
+    assert [str(loc) for loc in declared(["q.*"], hybrid)] == ["q[1]", "q[3]"]
+    with pytest.raises(PointRefusedError, match="backend='eager' has this point"):
+        declared(["pattern.1"], hybrid)
+    with pytest.raises(PointRefusedError, match="backend='eager'"):
+        declared(["attn_in.*"], points("gptj", "vllm"))
+    with pytest.raises(PointRefusedError, match="dense"):
+        declared(["router.*"], points("llama", "vllm"))

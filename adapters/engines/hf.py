@@ -57,7 +57,7 @@ class HFEngine:
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model, self.tokenizer = model, tokenizer
         config = model.config.get_text_config()
-        self.points = Points(family_of(config.model_type), "hf", dimensions(config))
+        self.points = Points(family_of(config.model_type), "hf", dimensions(config)).within(model)
         self.hooks = Hooks(model)
         self.il = Interleaver(self)
         self.running = False

@@ -41,7 +41,7 @@ class WorkerHost:
     def __init__(self, runner: Any, tokenizer: Any, taps: Sequence[str] | None) -> None:
         self.runner, self.model, self.tokenizer = runner, runner.model, tokenizer
         config = runner.model_config.hf_text_config
-        self.points = Points(family_of(config.model_type), "vllm", dimensions(config))
+        self.points = Points(family_of(config.model_type), "vllm", dimensions(config)).within(self.model)
         self.copies = True
         self.hooks: Hooks | Taps = Hooks(self.model) if taps is None else Taps(self.model, taps, self.points)
         self.il = Interleaver(self)
