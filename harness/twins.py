@@ -76,6 +76,8 @@ _DEEPSEEK: dict[str, Any] = {
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
+    "n_group": 1,
+    "topk_group": 1,
     "routed_scaling_factor": 1.5,
 }
 _DELTA_NET: dict[str, Any] = {
