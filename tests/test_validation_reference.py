@@ -52,10 +52,10 @@ class TestPoints:
         hidden = model(torch.tensor([IDS]), output_hidden_states=True).hidden_states
         found = ask(refs, points=tuple(f"resid_post.{n}" for n in range(6)))
         for n in range(5):
-            assert np.allclose(found[f"resid_post.{n}"], hidden[n + 1][0].numpy(), atol=1e-5)
+            assert np.allclose(found[f"resid_post.{n}"], hidden[n + 1][0].numpy(), rtol=1e-4, atol=1e-4)
         last = torch.tensor(found["resid_post.5"])
         assert not torch.allclose(last, hidden[6][0], atol=0.1)  # hidden_states[-1] is after the norm
-        assert torch.allclose(model.model.norm(last), hidden[6][0], atol=1e-5)
+        assert torch.allclose(model.model.norm(last), hidden[6][0], rtol=1e-4, atol=1e-4)
 
     @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2"])
     def test_the_residual_adds_up_in_every_family(self, kind: str, tmp_path: Path) -> None:
@@ -63,8 +63,8 @@ class TestPoints:
         names = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
         for layer in (0, 3, 5):
             pre, attn, mid, mlp, post = ask(refs, points=tuple(f"{n}.{layer}" for n in names)).values()
-            assert np.allclose(pre + attn, mid, atol=1e-5)
-            assert np.allclose(mid + mlp, post, atol=1e-5)
+            assert np.allclose(pre + attn, mid, atol=1e-4)
+            assert np.allclose(mid + mlp, post, atol=1e-4)
             assert np.abs(attn).mean() > 0.05 < np.abs(mlp).mean()
 
     @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2"])
@@ -88,11 +88,11 @@ class TestPoints:
     def test_z_times_the_output_projection_is_attn_out(self, refs: References, model: Any) -> None:
         found = ask(refs, points=("z.4", "attn_out.4"))
         weight = model.model.layers[4].self_attn.o_proj.weight.numpy()
-        assert np.allclose(found["z.4"].reshape(7, -1) @ weight.T, found["attn_out.4"], atol=1e-5)
+        assert np.allclose(found["z.4"].reshape(7, -1) @ weight.T, found["attn_out.4"], rtol=1e-4, atol=1e-4)
 
     def test_logits_are_kept_from_where_sampling_starts(self, refs: References, model: Any) -> None:
         logits = model(torch.tensor([IDS])).logits[0].numpy()
-        assert np.allclose(ask(refs, points=("logits",), start=4)["logits"], logits[4:], atol=1e-5)
+        assert np.allclose(ask(refs, points=("logits",), start=4)["logits"], logits[4:], rtol=1e-4, atol=1e-4)
 
     def test_the_engines_dtype_is_computed_in_that_dtype(self, refs: References) -> None:
         exact, own = (ask(refs, dtype=d, points=("resid_post.5",))["resid_post.5"] for d in ("float32", "bfloat16"))
@@ -158,7 +158,7 @@ class TestWrites:
         changed = copy.deepcopy(model)
         changed.model.layers[2].self_attn.o_proj.weight.data[:, 16:32] = 0
         found = ask(refs, points=("logits", "z.2"), write=Write("ablate-head", layer=2, head=1))
-        assert np.allclose(found["logits"], changed(torch.tensor([IDS])).logits[0].numpy(), atol=1e-5)
+        assert np.allclose(found["logits"], changed(torch.tensor([IDS])).logits[0].numpy(), rtol=1e-4, atol=1e-4)
         assert (found["z.2"][:, 1] == 0).all()
         assert (found["z.2"][:, 0] != 0).all()
 

@@ -30,19 +30,22 @@ def warm() -> None:
     import transformers.models.auto.modeling_auto  # noqa: F401
 
 
-def load(model: Path, dtype: str, attention: str = "eager", device: str = "cpu") -> Any:
+def load(model: Path, dtype: str, device: str = "cpu") -> Any:
     """The checkpoint under `transformers`, in `dtype`."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
-    kind = getattr(torch, dtype)
-    try:
-        found = AutoModelForCausalLM.from_pretrained(str(model), dtype=kind, attn_implementation=attention)
-    except ValueError:
-        if attention == "eager":
-            raise
-        # A family without that kernel: eager is then the one honest computation there is.
-        found = AutoModelForCausalLM.from_pretrained(str(model), dtype=kind, attn_implementation="eager")
+    logging.disable_progress_bar()
+    found = AutoModelForCausalLM.from_pretrained(str(model), dtype=getattr(torch, dtype), attn_implementation="eager")
     return found.to(device).eval().requires_grad_(False)
+
+
+def attend(model: Any, attention: str) -> None:
+    """Compute attention that way from now on; a family without that kernel keeps eager, the one that all have."""
+    try:
+        model.set_attn_implementation(attention)
+    except (ValueError, NotImplementedError):
+        model.set_attn_implementation("eager")
 
 
 def answer(model: Any, query: Query) -> dict[str, Array]:
@@ -127,14 +130,15 @@ def _numpy(x: torch.Tensor) -> Array:
 
 
 def run(model: Path, queries: Sequence[Query], paths: Sequence[Path], threads: int, device: str) -> None:
-    """Answer all queries, one load for each way of computing, each answer written whole or not at all."""
+    """Answer all queries, one load for each dtype, each answer written whole or not at all."""
     torch.set_num_threads(threads)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    for dtype, attention in dict.fromkeys((q.dtype, q.attention) for q in queries):
-        loaded = load(model, dtype, attention, device)
+    for dtype in dict.fromkeys(q.dtype for q in queries):
+        loaded = load(model, dtype, device)
         for query, path in zip(queries, paths, strict=True):
-            if (query.dtype, query.attention) == (dtype, attention):
+            if query.dtype == dtype:
+                attend(loaded, query.attention)
                 save(path, answer(loaded, query))
         del loaded
 
