@@ -43,7 +43,11 @@ class HFTapsEngine(HFEngine):
 
         size = (batch, 1 << max(7, (tokens - 1).bit_length()))
         if size not in self._caches:
-            self._caches[size] = StaticCache(config=self.model.config, max_batch_size=batch, max_cache_len=size[1])
+            cache = StaticCache(config=self.model.config, max_batch_size=batch, max_cache_len=size[1])
+            # Left to its first use, a cache that is not made yet costs a graph of its own.
+            dims = self.points.dims
+            cache.early_initialization(batch, dims.kv_heads, dims.head_dim, self.model.dtype, self.model.device)
+            self._caches[size] = cache
         self._caches[size].reset()
         return self._caches[size]
 
