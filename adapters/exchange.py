@@ -30,6 +30,8 @@ def take(
     `payload` is a module's output, or [args, kwargs] for its input; `span` the first position and the token count.
     """
     if loc.rank < 0:
+        if loc.site.side == "out" and isinstance(payload, torch.Tensor):
+            return rows.copy(payload, index), None
         parts = _whole(loc.site, payload)
         return rows.copy(parts[0], index) if len(parts) == 1 else tuple(rows.copy(t, index) for t in parts), None
     site = loc.site

@@ -150,6 +150,11 @@ class Interleaver:
         return self._serve(served, payload)
 
     def _serve(self, served: list[Pass], payload: Any) -> Any:
+        if len(served) == 1:
+            m = served[0]
+            self._resume(m, payload)
+            instead, m._instead = m._instead, None
+            return instead
         instead = None
         for m in served:
             self._resume(m, payload)

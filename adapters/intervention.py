@@ -190,8 +190,14 @@ class Pass:
             value = _in_graph(value)
         if self.live.check_finite:
             self._check_finite(loc, value, "is read there")
+        try:
+            self._version = value._version if type(value) is not tuple else _versions(value)
+        except RuntimeError:
+            # Read inside of the user's inference mode, whose tensors count no versions.
+            with InferenceMode(False):
+                value = tuple(v.clone() for v in value) if type(value) is tuple else value.clone()
+            self._version = value._version if type(value) is not tuple else _versions(value)
         self._loc, self._value = loc, value
-        self._version = value._version if type(value) is not tuple else _versions(value)
         return value
 
     def _go(self, loc: Location) -> Any:

@@ -46,9 +46,11 @@ class Slab:
         return x[self.starts[i] : self.starts[i + 1]]
 
     def copy(self, x: torch.Tensor, i: int) -> torch.Tensor:
-        self._check(x)
-        start = self.starts[i]
-        return _narrow_copy(x, 0, start, self.starts[i + 1] - start)
+        starts = self.starts
+        if not x.dim() or x.size(0) != starts[-1]:
+            self._check(x)
+        start = starts[i]
+        return _narrow_copy(x, 0, start, starts[i + 1] - start)
 
     def sampled(self, x: torch.Tensor, i: int) -> torch.Tensor:
         return x[i : i + 1] if x.dim() != 2 or x.dtype.is_floating_point else x[i]
