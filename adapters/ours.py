@@ -95,6 +95,21 @@ def force_token(id: int) -> Intervention:
     return intervention
 
 
+def gradient(point: str, ids: Sequence[int]) -> Intervention:
+    """The gradient at `point` of the summed log-probability of the prompt's own next tokens."""
+    name, layer = _split(point)
+    following = torch.tensor(ids[1:])[:, None]
+
+    def intervention(m: Pass) -> None:
+        at = getattr(m, name)
+        x = at if layer is None else at[layer]
+        logits = m.unembed(m.resid_post[-1])[:-1]
+        torch.log_softmax(logits.float(), -1).gather(1, following).sum().backward()
+        m.save(point, x.grad)
+
+    return intervention
+
+
 def _split(point: str) -> tuple[str, Any]:
     name, _, layer = point.partition(".")
     return name, int(layer) if layer else None
@@ -118,7 +133,7 @@ def intervention_of(work: Work, dtype: torch.dtype) -> Intervention | None:
         case ForceToken(id):
             return force_token(id)
         case Gradient():
-            raise NotImplementedError("a gradient is not an intervention")
+            raise NotImplementedError("a gradient has an intervention for each request: see `gradient`")
 
 
 def _points_of(work: Work) -> tuple[str, ...]:
@@ -129,7 +144,7 @@ def _points_of(work: Work) -> tuple[str, ...]:
             return (point, *watch)
         case AblateHead(layer, _, watch):
             return (f"z.{layer}", *watch)
-        case Lens(point) | Probe(point):
+        case Lens(point) | Probe(point) | Gradient(point):
             return (point,)
     return ()
 
@@ -163,8 +178,9 @@ class Tapgrid:
             self.rt = None
 
     def refuses(self, work: Work, shape: Shape) -> Refusal | None:
-        if isinstance(work, Gradient):
-            return Refusal("not-expressible", f"no gradients on {self.engine} with the {self.backend} backend yet")
+        if isinstance(work, Gradient) and not self._runtime.engine.gradients:
+            why = "vLLM computes none" if self.engine == "vllm" else "a compiled model's taps are no part of the graph"
+            return Refusal("not-expressible", f"no gradients on {self.engine} with the {self.backend} backend: {why}")
         try:
             for point in _points_of(work):
                 self._runtime.engine.points.parse(point)
@@ -173,11 +189,23 @@ class Tapgrid:
         return None
 
     def run(self, requests: Sequence[Request], work: Work) -> list[Outcome]:
+        if isinstance(work, Gradient):
+            return self._gradients(requests, work)
         outputs = self._runtime.run(
             [r.token_ids for r in requests],
             self._intervention(work),
             max_new_tokens=requests[0].new_tokens,
             ignore_eos=True,
+        )
+        return [_outcome(o) for o in outputs]
+
+    def _gradients(self, requests: Sequence[Request], work: Gradient) -> list[Outcome]:
+        outputs = self._runtime.run(
+            [r.token_ids for r in requests],
+            [gradient(work.point, r.token_ids) for r in requests],
+            max_new_tokens=1,
+            ignore_eos=True,
+            grad=True,
         )
         return [_outcome(o) for o in outputs]
 

@@ -85,8 +85,10 @@ class Engine(Protocol):
     points: Points
     tokenizer: Any
     in_process: bool
-    gradients: bool
     max_tokens: int | None
+
+    @property
+    def gradients(self) -> bool: ...
 
     def run(self, asks: Sequence[Ask]) -> list[Output]: ...
 

@@ -109,7 +109,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came back for one request: the new token ids, and the values that the work asked for (torch tensors on CPU)."""
+    """What came back for one request: the new token ids, and the values that the work asked for (CPU tensors)."""
 
     token_ids: tuple[int, ...]
     values: Mapping[str, Any] = field(default_factory=dict)

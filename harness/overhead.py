@@ -156,12 +156,17 @@ def _ours() -> Callable[[], dict[str, float]]:
     def run() -> dict[str, float]:
         with torch.no_grad():
             batch = torch.cat(xs)
-            return _costs(
-                *(_best(f) for f in (lambda: bare(x), lambda: model(x), empty, reads, edits)),
-                _best(lambda: wrapped.forward(xs[:1], keep)),
-                _best(lambda: wrapped.forward(xs, keep)),
-                _best(lambda: model(batch)),
+            arms = (
+                lambda: bare(x),
+                lambda: model(x),
+                empty,
+                reads,
+                edits,
+                lambda: wrapped.forward(xs[:1], keep),
+                lambda: wrapped.forward(xs, keep),
+                lambda: model(batch),
             )
+            return _costs(*(_best(f) for f in arms))
 
     return run
 
@@ -208,12 +213,17 @@ def _nnsight() -> Callable[[], dict[str, float]]:
     def run() -> dict[str, float]:
         with torch.no_grad():
             batch = torch.cat(xs)
-            return _costs(
-                *(_best(f) for f in (lambda: bare(x), lambda: inner(x), empty, reads, edits)),
-                _best(lambda: prompts(xs[:1])),
-                _best(lambda: prompts(xs)),
-                _best(lambda: inner(batch)),
+            arms = (
+                lambda: bare(x),
+                lambda: inner(x),
+                empty,
+                reads,
+                edits,
+                lambda: prompts(xs[:1]),
+                lambda: prompts(xs),
+                lambda: inner(batch),
             )
+            return _costs(*(_best(f) for f in arms))
 
     return run
 

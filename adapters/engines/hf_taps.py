@@ -29,12 +29,9 @@ class HFTapsEngine(HFEngine):
         mode = "reduce-overhead" if model.device.type == "cuda" and compiler == "inductor" else None
         # Compiled code is shared between instances of a class, and hooks are not guarded: without isolation this model
         # could run the graph of an untapped one that was compiled before it.
-        self._prefill = torch.compile(
-            model.forward, backend=compiler, fullgraph=True, dynamic=True, isolate_recompiles=True
-        )
-        self._decode = torch.compile(
-            model.forward, backend=compiler, fullgraph=True, mode=mode, isolate_recompiles=True
-        )
+        shared: Any = {"backend": compiler, "fullgraph": True, "isolate_recompiles": True}
+        self._prefill: Any = torch.compile(model.forward, dynamic=True, **shared)
+        self._decode: Any = torch.compile(model.forward, mode=mode, **shared)
         self._caches: dict[tuple[int, int], Any] = {}
 
     def _cache(self, batch: int, tokens: int) -> Any:
@@ -43,7 +40,7 @@ class HFTapsEngine(HFEngine):
 
         size = (batch, 1 << max(7, (tokens - 1).bit_length()))
         if size not in self._caches:
-            cache = StaticCache(config=self.model.config, max_batch_size=batch, max_cache_len=size[1])
+            cache: Any = StaticCache(config=self.model.config, max_batch_size=batch, max_cache_len=size[1])
             # Left to its first use, a cache that is not made yet costs a graph of its own.
             dims = self.points.dims
             cache.early_initialization(batch, dims.kv_heads, dims.head_dim, self.model.dtype, self.model.device)
@@ -52,7 +49,7 @@ class HFTapsEngine(HFEngine):
         return self._caches[size]
 
     def _forward(self, ids: Any, mask: Any, positions: Any, cache: Any) -> tuple[torch.Tensor, Any]:
-        run = self._decode if ids.shape[1] == 1 else self._prefill
+        run: Any = self._decode if ids.shape[1] == 1 else self._prefill
         # One mask of the cache's own length, whatever the step: what lies in the future is masked by causality.
         length = cache.get_max_length()
         if mask is None:
