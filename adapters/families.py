@@ -226,11 +226,16 @@ _SCALED: Sites = {n: _out(f"{_L}.{m}", scale="residual_multiplier")
 _GRANITE = Family(
     "granite", {**_LLAMA_HF, **_SCALED}, {**_LLAMA_PLAIN_VLLM, **_SCALED}, head=Head(over="logits_scaling")
 )
+_RUN_AS_ANOTHER = (
+    "vLLM runs this config (use_parallel_residual) as a sequential one, so nothing in it is this model's; the nearest "
+    "is the same point on engine='hf'"
+)
+_NOT_THE_MODEL: Sites = dict.fromkeys((n for n in _LLAMA_PLAIN_VLLM if n not in _OUTSIDE), _RUN_AS_ANOTHER)
 _STABLELM = Family(
     "stablelm",
     _LLAMA_HF,
     _LLAMA_PLAIN_VLLM,
-    {"parallel": _shared_norm(_LLAMA_HF, _LLAMA_PLAIN_VLLM)},
+    {"parallel": Kind(_shared_norm(_LLAMA_HF, _LLAMA_PLAIN_VLLM).hf, _NOT_THE_MODEL)},
     defaults={"use_parallel_residual": False},
 )
 _COHERE = Family(

@@ -23,7 +23,7 @@ from harness.models import resolve
 from tests.points_probe import SHORT, at, error, everywhere, logits, nudge, read_all, run, samples, write
 
 CHOSEN = os.environ.get("TAPGRID_FAMILIES", "llama").split(",")
-# BLOOM's position biases are computed in another order.
+# vLLM's BLOOM computes GELU exactly, transformers' by its tanh approximation.
 TOLERANCE = {"bloom": 1e-3}
 SMALL = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 512, "skip_tokenizer_init": True}
 # vLLM's latent attention needs a GPU; without it the same family runs in another class, with another rotary kernel.

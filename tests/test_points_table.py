@@ -200,3 +200,10 @@ def test_taps_take_what_lies_in_memory() -> None:
         declared(["attn_in.*"], points("gptj", "vllm"))
     with pytest.raises(PointRefusedError, match="dense"):
         declared(["router.*"], points("llama", "vllm"))
+
+
+def test_a_config_that_an_engine_runs_as_another_is_refused_there() -> None:
+    assert points("stablelm_parallel", "vllm").names() == ("logits", "sampled")
+    assert "as a sequential one" in str(points("stablelm_parallel", "vllm").why_not("z", 0))
+    assert "attn_in" in points("stablelm_parallel", "hf").names()
+    assert "resid_mid" in points("stablelm", "vllm").names()

@@ -18,7 +18,8 @@ import pytest
 from harness.twins import TWINS
 
 IN_CI = ("qwen3", "gemma3", "gpt2", "gpt_neox", "phi3", "olmo2", "mixtral", "granite")
-# Gated delta nets need AMX and bfloat16; a parallel StableLM is run by vLLM as a sequential one.
+# Qwen3-Next runs in bfloat16 only (below), Qwen3.5 asks for torchvision as well; a parallel StableLM is run by vLLM as
+# a sequential one.
 NOT_ON_THIS_ENGINE = ("qwen3_next", "qwen3_5", "stablelm_parallel")
 ELSEWHERE = tuple(sorted(set(TWINS) - {*IN_CI, *NOT_ON_THIS_ENGINE}))
 CASES = Path(__file__).with_name("points_vllm_cases.py")
@@ -52,3 +53,21 @@ def test_every_point_is_the_same_on_both_engines(family: str, outcomes: Mapping[
     assert len(outcomes[family]) >= 10
     bad = {name: why for name, why in outcomes[family].items() if why}
     assert not bad, "\n".join(f"{name}:\n{why}" for name, why in bad.items())
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(os.environ.get("TAPGRID_ALL_FAMILIES") != "1", reason="TAPGRID_ALL_FAMILIES=1 runs every family")
+def test_a_hybrid_is_within_the_yardstick() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(CASES.with_name("points_hybrid_cases.py")),
+    ]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=CASES.parent.parent, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
