@@ -59,11 +59,15 @@ def take(
 def put(loc: Location, payload: Any, rows: Rows, index: int, value: Any) -> Any:
     """Write an edited `value` back to where `take` found it. Returns the payload to use instead, or None: in place."""
     if loc.rank < 0:
+        if loc.site.side == "out" and isinstance(payload, torch.Tensor):
+            _copy(rows.of(payload, index), value)
+            return None
         return _put_whole(loc.site, payload, rows, index, value)
-    value = value.detach()
     if loc.key in (LOGITS_KEY, SAMPLED_KEY):
         _copy(rows.sampled(payload, index), value)
         return None
+    if value.requires_grad:
+        value = value.detach()
     x, second = found_at(loc.site, payload)
     x = rows.of(x[0] if loc.site.lead else x, index)
     if second is not None:
@@ -123,7 +127,7 @@ def _put_whole(site: Site, payload: Any, rows: Rows, index: int, value: Any, *, 
     apart = apart or (site.side == "in" and isinstance(payload, list))
     for old, new in zip(_whole(site, payload), value if isinstance(value, tuple) else (value,), strict=True):
         if not apart:
-            _copy(rows.of(old, index), new.detach())
+            _copy(rows.of(old, index), new)
             continue
         whole = old.clone()
         rows.of(whole, index).copy_(new)
@@ -161,9 +165,14 @@ def _put_sum(hidden: torch.Tensor, residual: torch.Tensor, value: torch.Tensor) 
 
 
 def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
-    if target.is_inference():
-        # Outside of inference mode such a tensor may not be written.
-        with InferenceMode(True):
-            target.copy_(value)
-    else:
+    if value.requires_grad:
+        value = value.detach()
+    if not target.is_inference():
         target.copy_(value)
+        return
+    # Outside of inference mode such a tensor may not be written.
+    guard = InferenceMode(True)
+    try:
+        target.copy_(value)
+    finally:
+        del guard

@@ -122,8 +122,8 @@ class Interleaver:
         live, n = job.live, min(job.live.seen - job.first, job.tokens)
         if live.wrote and live.written is None:
             live.error = InterventionError(
-                f"the engine computes positions {job.first} to {job.first + n} again, which was not expected of it, and "
-                f"what this request wrote there is not known any more (request {live.id})"
+                f"the engine computes positions {job.first} to {job.first + n} again, which was not expected of it, "
+                f"and what this request wrote there is not known any more (request {live.id})"
             )
         for order, fn in enumerate(replayed(live.written or (), job.first, n, job.draws and n == job.tokens)):
             m = Pass(self, Live(live.id), fn, -1 - order)
@@ -142,12 +142,15 @@ class Interleaver:
             return None
         if len(served) > 1:
             served.sort(key=_by_order)
-        if is_inference_mode_enabled():
-            # Only ordinary tensors count their versions, and only they can be used in autograd afterwards.
-            with InferenceMode(False):
-                set_grad_enabled(False)
-                return self._serve(served, payload)
-        return self._serve(served, payload)
+        if not self.inference:
+            return self._serve(served, payload)
+        # Only ordinary tensors count their versions, and only they can be used in autograd afterwards.
+        guard = InferenceMode(False)  # a `with` costs twice as much
+        try:
+            set_grad_enabled(False)
+            return self._serve(served, payload)
+        finally:
+            del guard
 
     def _serve(self, served: list[Pass], payload: Any) -> Any:
         if len(served) == 1:

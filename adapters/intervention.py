@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,9 +65,9 @@ class Pass:
         request: the request's id.
     """
 
-    __slots__ = ("_back", "_first", "_handed", "_hub", "_il", "_index", "_instead", "_key", "_loc", "_n", "_payload",
-                 "_points", "_positions", "_rank", "_rows", "_value", "_version", "draws", "fn", "is_prompt", "live",
-                 "order", "request", "state", "step", "thread")  # fmt: skip
+    __slots__ = ("_at", "_back", "_first", "_handed", "_hub", "_il", "_index", "_instead", "_key", "_loc", "_n",
+                 "_payload", "_points", "_positions", "_rank", "_rows", "_value", "_version", "draws", "fn",
+                 "is_prompt", "live", "order", "request", "state", "step", "thread")  # fmt: skip
 
     def __init__(self, il: Interleaver, live: Live, fn: Intervention | None, order: int = 0) -> None:
         self._il, self._points = il, il.points
@@ -80,10 +81,11 @@ class Pass:
         self._positions: torch.Tensor | None = None
         self._key: tuple[str, str] | None = None
         self._loc: Location | None = None
+        self._at: Location | None = None
         self._value: Any = None
         self._payload: Any = None
         self._instead: Any = None
-        # What has been handed out in this pass, and at which version: an edit that comes later is an error.
+        # What was handed out in this pass and is still held by somebody, at which version: a later edit is an error.
         self._handed: list[tuple[Location, Any, Any]] = []
 
     # ---- what the user calls
@@ -160,7 +162,7 @@ class Pass:
         self._index, self._rows, self._first, self._n = index, rows, first, n
         self.is_prompt, self.draws, self._hub = is_prompt, draws, hub
         self.step += 1
-        self._positions = self._key = self._loc = self._value = None
+        self._positions = self._key = self._loc = self._value = self._at = None
         self._rank = -1
 
     def _read(self, loc: Location) -> Any:
@@ -195,8 +197,8 @@ class Pass:
         except RuntimeError:
             # Read inside of the user's inference mode, whose tensors count no versions.
             with InferenceMode(False):
-                value = tuple(v.clone() for v in value) if type(value) is tuple else value.clone()
-            self._version = value._version if type(value) is not tuple else _versions(value)
+                value = tuple(v.clone() for v in value) if isinstance(value, tuple) else value.clone()
+            self._version = _versions(value) if isinstance(value, tuple) else value._version
         self._loc, self._value = loc, value
         return value
 
@@ -229,7 +231,7 @@ class Pass:
         )
 
     def _passed(self, loc: Location) -> PassedError:
-        at = self._handed[-1][0] if self._handed else "a later point"
+        at = self._at or "a later point"
         return PassedError(at_user_line(f"{loc} had already passed when it was read: the model was at {at}"))
 
     def _settle(self) -> None:
@@ -240,7 +242,9 @@ class Pass:
         version = value._version if type(value) is not tuple else _versions(value)
         if version != self._version or self._il.grad:
             self._edited(loc, value, version != self._version)
-        self._handed.append((loc, value, version))
+        if getrefcount(value) > _UNHELD or type(value) is tuple:
+            self._handed.append((loc, value, version))
+        self._at = loc
 
     def _edited(self, loc: Location, value: Any, changed: bool) -> None:
         """Write `value` back. With gradients always: what comes after is to depend on what was handed out."""
@@ -314,6 +318,21 @@ class Pass:
         self._hub = self._loc = self._value = self._payload = self._key = None
         self._rank = -1
         self._handed.clear()
+
+
+def _references_of_nobody() -> int:
+    """What `getrefcount` says in `_settle` of a tensor that nobody else holds, not even by a view of it.
+
+    Without this, every value that is handed out would have to be kept to the end of its pass, to see whether it is
+    edited too late. Where a view does not count as a reference (torch before 2.10) they are kept: zero.
+    """
+    value = torch.zeros(2)
+    alone = getrefcount(value)
+    view = value[:1]
+    return alone if getrefcount(value) > alone and view is not None else 0
+
+
+_UNHELD = _references_of_nobody()
 
 
 def start(m: Pass) -> None:

@@ -265,7 +265,8 @@ def test_importing_our_worker_changes_no_attribute_of_vllm() -> None:
         import importlib
         NAMES = ["vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.worker.cpu_model_runner:CPUModelRunner",
                  "vllm.v1.worker.cpu_worker:CPUWorker", "vllm.v1.worker.gpu_worker:Worker",
-                 "vllm.v1.sample.sampler:Sampler", "vllm.v1.engine.llm_engine:LLMEngine", "vllm:LLM", "vllm.sampling_params:SamplingParams"]
+                 "vllm.v1.sample.sampler:Sampler", "vllm.v1.engine.llm_engine:LLMEngine", "vllm:LLM",
+                 "vllm.sampling_params:SamplingParams"]
         def snap():
             found = {}
             for name in NAMES:
@@ -345,6 +346,8 @@ def test_the_model_is_freed_when_the_runtime_is_closed() -> None:
 def test_a_closed_vllm_engine_lets_go() -> None:
     from adapters.engines.vllm_worker import WORKERS
 
+    beside = booted("vllm")
+    wanted = run(beside, IDS, capture(("resid_post", 1)))
     runtime = vllm(max_num_seqs=2)
     host: Any = runtime.engine.host  # type: ignore[attr-defined]
     assert any(w.tapgrid is host for w in WORKERS)
@@ -354,3 +357,5 @@ def test_a_closed_vllm_engine_lets_go() -> None:
     assert not any(w.tapgrid is host for w in WORKERS)
     with pytest.raises(LoadError, match="closed"):
         run(runtime, IDS)
+    # vLLM tears the whole process's state down with one engine; whoever lives beside it must not notice.
+    same(run(beside, IDS, capture(("resid_post", 1))), wanted)

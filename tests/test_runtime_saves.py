@@ -181,7 +181,7 @@ def test_what_an_intervention_made_itself_may_be_anything(rt: Runtime, kind: str
 def test_the_check_looks_at_the_whole_request() -> None:
     """One zero row (padding, an unused token) is an activation; nothing else in a request is not."""
     rows = torch.randn(3, 4)
-    points: dict[str, Any] = {"x": "resid_post[1]"}
+    points: dict[str, Any] = {"x": booted("hf").engine.points.at("resid_post", 1)}
     assert check("r", {"x": [torch.zeros(1, 4), rows]}, points) is None
     assert check("r", {"x": [torch.zeros(1, 4), torch.zeros(2, 4)]}, points) is not None
     assert check("r", {"x": [torch.zeros(0, 4)]}, points) is not None

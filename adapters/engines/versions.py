@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from typing import Any
 
@@ -62,6 +63,26 @@ def check_arguments(arguments: dict[str, Any]) -> None:
     for name, (is_refused, why) in _REFUSED.items():
         if is_refused(arguments.get(name)):
             raise LoadError(f"{name}={arguments[name]!r} is not supported: {why}")
+
+
+def shut_down(client: Any) -> None:
+    """Shut an engine down. vLLM's own way tears the distributed state of the whole process down with it, and so every
+    other engine in this process: while there is one, only this engine's own parts are shut down."""
+    core = getattr(client, "engine_core", None)
+    if core is None or not _others(core):
+        client.shutdown()
+        return
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+
+
+def _others(core: Any) -> bool:
+    """Whether another engine lives in this process, ours or anybody's."""
+    gc.unfreeze()  # vLLM hides what was there at its boot from the collector; shutting down undoes that in any case
+    gc.collect()
+    kind = next(k for k in type(core).__mro__ if k.__name__ == "EngineCore")
+    return any(issubclass(type(o), kind) and o is not core for o in gc.get_objects())
 
 
 def check_runner(runner: Any, version: str) -> None:

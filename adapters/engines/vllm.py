@@ -11,7 +11,7 @@ from typing import Any
 
 from adapters.engines.graphs import has_cuda, splitting
 from adapters.engines.settings import environment, vllm_arguments
-from adapters.engines.versions import check_arguments, check_version
+from adapters.engines.versions import check_arguments, check_version, shut_down
 from adapters.engines.wire import Carried, Kept
 from adapters.errors import LoadError
 from adapters.points import Location, Points, dimensions, family_of
@@ -166,9 +166,7 @@ class VLLMEngine:
             from adapters.engines.vllm_worker import WORKERS
 
             WORKERS[:] = [w for w in WORKERS if w.tapgrid is not self.host]
-        shutdown = getattr(self.core.engine_core, "shutdown", None)
-        if shutdown is not None:
-            shutdown()
+        shut_down(self.core.engine_core)
         self.llm = self.core = self.host = None
 
 
