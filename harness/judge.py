@@ -112,7 +112,16 @@ def judge(store: Store, *, floors: Mapping[Key, float] | None = None) -> list[Ce
                 drafts.append(_Draft(_numbered(found, draft, numbers, margin), numbers))
             else:
                 drafts.append(_Draft(draft))
-    return [_verdict(d.cell, d.numbers, found.alpha) if d.numbers else d.cell for d in _adjusted(drafts)]
+    cells = [_verdict(d.cell, d.numbers, found.alpha) if d.numbers else d.cell for d in _adjusted(drafts)]
+    return [_with_added(cell, store) for cell in cells]
+
+
+def _with_added(cell: Cell, store: Store) -> Cell:
+    """A p-value is for a number of rounds that was fixed before anybody looked."""
+    if not store.added or not cell.rounds:
+        return cell
+    note = f"{store.added} of the session's {len(store.plan)} rounds were added after the others had been seen"
+    return dataclasses.replace(cell, warnings=(*cell.warnings, note))
 
 
 def counts(cells: Iterable[Cell]) -> dict[str, int]:

@@ -78,6 +78,7 @@ RUNNING = (
         "report.html",
     ),
     Word("fresh", "start a new session even where an interrupted one could be resumed"),
+    Word("add", "this many more rounds to the finished session of the same settings, shown as added", "N", _whole),
     Word("baseline", "a store, a baseline file or a git revision to compare with", "STORE", _text),
     Word("gate", 'what is a regression (exit code 1), such as "slower:3%%"', "RULE", _text),
     Word("strict", "with a gate: an inconclusive or a new cell is exit code 3 too"),
@@ -133,6 +134,7 @@ def options(grid: str, found: Mapping[str, Any], prefix: str = "--") -> Options:
         budget_minutes=v["budget"],
         store=v["store"],
         fresh=bool(v["fresh"]),
+        add=v["add"],
     )
 
 

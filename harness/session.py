@@ -33,6 +33,7 @@ class Options:
     budget_minutes: float | None = None
     store: str | None = None
     fresh: bool = False
+    add: int | None = None
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,8 @@ def prepare(choice: Choice, cells: Collection[Cell] | None = None, *, timed: boo
     runs = choice.tier.runs if first.budget_seconds and choice.options.runs is None else first.runs
     key = key_of(choice, runs, fixed, cells, model, facts)
     path, before = _place(choice, _shelf(choice, folder, timed), key)
+    if choice.options.add:
+        before = _more_rounds(choice, path, before)
     if before is not None:
         return replace(_resume(choice, costs, model, path, before), timed=timed)
     line = {
@@ -209,7 +212,7 @@ def _place(choice: Choice, folder: Path, key: str) -> tuple[Path, Store | None]:
         if not path.exists() or path.stat().st_size == 0:
             return path, None
         before = read(path)
-        if before.session["key"] != key or before.finished or choice.options.fresh:
+        if before.session["key"] != key or not _goes_on(choice, before):
             why = "is a finished session" if before.finished else "holds a session with other settings"
             raise UsageError(f"{path} {why}, and a store is never rewritten; give another path or a folder")
         return path, before
@@ -222,9 +225,34 @@ def _place(choice: Choice, folder: Path, key: str) -> tuple[Path, Store | None]:
             before = read(path)
         except StoreError:
             continue  # not ours to touch
-        if before.session["key"] == key and not before.finished and not choice.options.fresh:
+        if before.session["key"] == key and _goes_on(choice, before):
             return path, before
     raise StoreError(f"{folder} holds ten thousand sessions of {base}; move some away")
+
+
+def _goes_on(choice: Choice, before: Store) -> bool:
+    """Whether a session of these settings is the one to go on with: the unfinished one, or the one to add rounds to."""
+    if choice.options.fresh:
+        return False
+    return before.finished or before.added > 0 if choice.options.add else not before.finished
+
+
+def _more_rounds(choice: Choice, path: Path, before: Store | None) -> Store:
+    """Rounds on top of a finished session, marked in the store as asked for after a look at its verdicts."""
+    more = choice.options.add or 0
+    if before is None:
+        raise UsageError(
+            f"there is no finished session of these settings to add {more} rounds to; run it without that first"
+        )
+    if not before.finished:
+        return before  # adding was interrupted: the rounds are in the plan already
+    longer = replace(choice, options=replace(choice.options, rounds=len(before.plan) + more, budget_minutes=None))
+    rounds = [*before.plan, *(list(r) for r in plan_for(longer, Costs()).rounds[len(before.plan) :])]
+    writer = Writer(path)
+    reason = f"{more} rounds added after {len(before.plan)} had been seen"
+    writer.append("plan", session=before.session["session"], plan=rounds, reason=reason, added=more)
+    writer.close()
+    return read(path)
 
 
 def _resume(choice: Choice, costs: Costs, model: Path, path: Path, before: Store) -> Session:
@@ -244,7 +272,7 @@ def _resume(choice: Choice, costs: Costs, model: Path, path: Path, before: Store
         before.session["runs"],
         seconds,
         "resumed",
-        made.budget_seconds,
+        None if before.added else made.budget_seconds,
         made.max_rounds,
     )
     return Session(choice, made, costs, model, path, before.session, writer, before, done)

@@ -57,8 +57,14 @@ class Store:
 
     @property
     def finished(self) -> bool:
-        """Whether the last plan was carried out to its end."""
-        return any(line["kind"] == "session_end" for line in self.other)
+        """Whether the last plan was carried out to its end, rounds that were added later included."""
+        ends: int = sum(line["kind"] == "session_end" for line in self.other)
+        return ends > sum(bool(p.get("added")) for p in self.plans)
+
+    @property
+    def added(self) -> int:
+        """Rounds that were added after the session had ended and its verdicts could be seen."""
+        return sum(int(p.get("added") or 0) for p in self.plans)
 
 
 _KINDS = {

@@ -451,3 +451,28 @@ def test_the_code_that_counts_is_what_the_measured_process_runs(here: Path, monk
     assert code_hash(["no_such.module:D"], here) == code_hash([], here)  # its worker will say what is missing
     monkeypatch.setattr(fingerprint, "MEASURED_CODE", ("harness/clock.py",))
     assert code_hash([], here) != code_hash(["mine:B"], here)
+
+
+# ---- rounds that are added to a finished session
+
+
+def test_added_rounds_go_on_in_the_same_store_and_are_shown_as_added(measure: Measure) -> None:
+    from harness.judge import judge
+
+    given: dict[str, Any] = {"columns": ("vanilla", "fake-a"), "rows": ("generate",), "rounds": 3}
+    before = measure({}, **given)
+    after = measure({}, **given, add=2)
+    assert after.path == before.path
+    assert after.finished
+    assert (len(after.plan), after.added) == (5, 2)
+    assert after.plan[:3] == before.plan
+    assert measured(after) == {("generate", "vanilla"): 5, ("generate", "fake-a"): 5}
+    (cell,) = [c for c in judge(after) if c.column == "fake-a"]
+    assert cell.rounds == 5
+    assert "2 of the session's 5 rounds were added after the others had been seen" in cell.warnings
+    assert not any("added" in w for c in judge(before) for w in c.warnings)
+
+
+def test_adding_to_nothing_is_refused(measure: Measure) -> None:
+    with pytest.raises(UsageError, match="no finished session of these settings to add 2 rounds to"):
+        measure({}, columns=("fake-a",), rows=("generate",), rounds=1, add=2)
