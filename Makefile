@@ -28,7 +28,7 @@ grid: install
 	$(VENV)/bin/python -m pytest --grid "$(GRID)" --grid-tier "$(TIER)" $(if $(ROWS),--grid-rows "$(ROWS)") $(if $(COLUMNS),--grid-columns "$(COLUMNS)") $(FLAGS)
 
 test: install
-	$(VENV)/bin/python -m pytest $(TESTS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 lint: install
 	$(VENV)/bin/ruff check .
