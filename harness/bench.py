@@ -61,7 +61,7 @@ class Bench:
 
     @property
     def children(self) -> bool:
-        return self.settings.tensor_parallel > 1
+        return self.settings.tensor_parallel > 1 or bool(getattr(self.adapter, "children", False))
 
 
 def show_text(bench: Bench) -> None:

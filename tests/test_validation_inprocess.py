@@ -10,7 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adapters.work import AblateHead, Adapter, Capture, ForceToken, Nothing, Outcome, Request, Settings, Steer, Work
+from adapters.work import (
+    AblateHead,
+    Adapter,
+    Capture,
+    ForceToken,
+    Nothing,
+    Outcome,
+    Refusal,
+    Request,
+    Settings,
+    Shape,
+    Steer,
+    Work,
+)
 from tests.validation_adapter import HooksAdapter, LocalServer, make_model, some_requests, works
 from validation import values, writes
 from validation.finding import Finding
@@ -94,6 +107,21 @@ class TestReads:
         found = validator.check_reads(adapter, some_requests())
         assert [f.point for f in found] == ["resid_post"] * 6 + ["tokens"]
         assert found[-1].reason.endswith("logits not read: no logits here")
+
+    def test_a_library_of_one_token_and_one_prompt_a_call_is_asked_for_that(
+        self, folder: Path, validator: Validator, dtype: str
+    ) -> None:
+        class OneAtATime(HooksAdapter):
+            def refuses(self, work: Work, shape: Shape) -> Refusal | None:
+                if shape.new_tokens > 1 or shape.requests > 1:
+                    return Refusal("not-expressible", "one token, one prompt")
+                return super().refuses(work, shape)
+
+        adapter = OneAtATime()
+        adapter.boot(folder, Settings(dtype=dtype))
+        found = validator.check_reads(adapter, some_requests())
+        assert {f.verdict for f in found} == {"PASS"}
+        assert found[-1].reason.endswith("fewer tokens were asked for: one token, one prompt")
         assert words(found) == {"PASS"}
 
     def test_a_plain_engine_is_checked_by_its_tokens(self, validator: Validator, folder: Path, dtype: str) -> None:

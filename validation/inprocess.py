@@ -57,20 +57,21 @@ class Validator:
         A plain engine hands nothing back: there the tokens are checked, and the finding says so.
         """
         self.truth.first = _shared_first(requests)
-        points = [f"resid_post.{n}" for n in range(self.truth.shape.layers)]
-        shape = shape_for(requests)
-        work: Work = Capture((*points, "logits"))
-        refusal = adapter.refuses(work, shape)
-        work, note = Capture((*points, "logits")), ""
-        refusal = adapter.refuses(work, shape)
-        if refusal:
-            note, work = f"logits not read: {refusal.sentence}", Capture(tuple(points))
-            refusal = adapter.refuses(work, shape)
-        if refusal:
-            note, plain = f"only tokens were checked: {refusal.sentence}", Nothing()
-            return [noted(f, note) for f in self._checked("value", plain, requests, adapter.run(requests, plain))]
-        *found, last = self._checked("read", work, requests, adapter.run(requests, work))
-        return [*found, noted(last, note)]
+        points = tuple(f"resid_post.{n}" for n in range(self.truth.shape.layers))
+        refused = None
+        for work, less in (
+            (Capture((*points, "logits")), "fewer tokens were asked for"),
+            (Capture(points), "logits not read"),
+            (Nothing(), "only tokens were checked"),
+        ):
+            for asked in _smaller(requests):
+                refusal = adapter.refuses(work, shape_for(asked))
+                if refusal is None:
+                    what: What = "value" if isinstance(work, Nothing) else "read"
+                    found = self._checked(what, work, asked, adapter.run(asked, work))
+                    return found if refused is None else [*found[:-1], noted(found[-1], f"{less}: {refused}")]
+                refused = refused or refusal.sentence
+        raise RuntimeError(f"there is nothing to check this column by: {refused}")
 
     def check_write(
         self, adapter: Adapter, work: Steer | AblateHead | ForceToken, requests: Sequence[Request]
@@ -156,3 +157,9 @@ def _shared_first(requests: Sequence[Request]) -> int | None:
     """The token that all of several prompts begin with: <bos>, for the first ordinary tokens are all different."""
     first = {r.token_ids[0] for r in requests}
     return first.pop() if len(first) == 1 and len(requests) > 1 else None
+
+
+def _smaller(requests: Sequence[Request]) -> list[Sequence[Request]]:
+    """What is asked for, and what a library that cannot do that may still do: one new token, one prompt at a time."""
+    one_token = [replace(r, new_tokens=1) for r in requests]
+    return [requests, one_token, one_token[:1]]
