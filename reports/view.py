@@ -10,7 +10,6 @@ from reports.marks import Mark, marks
 
 if TYPE_CHECKING:
     from harness.judge import Cell
-
     from harness.store import Store
 
 Line = Mapping[str, Any]
