@@ -20,8 +20,9 @@ class Layered:
         self._m, self._name = m, name
 
     def __getitem__(self, layer: int) -> Any:
-        m = self._m
-        return m._read(m._points.at(self._name, layer if type(layer) is int else _number(self._name, layer)))
+        m, name = self._m, self._name
+        loc = m._points._known.get((name, layer)) if type(layer) is int else None
+        return m._read(loc or m._points.at(name, _number(name, layer)))
 
     def __setitem__(self, layer: int, value: Any) -> None:
         self._m._write(self._m._points.at(self._name, _number(self._name, layer)), value)

@@ -8,7 +8,7 @@ are more than a place in memory (`layouts.cut`) bring a function of their own fo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,11 +18,12 @@ from adapters.modes import InferenceMode
 from adapters.points import LOGITS_KEY, SAMPLED_KEY, Location, Site
 from adapters.rows import Rows
 
-_narrow_copy = torch.narrow_copy
+if TYPE_CHECKING:
+    from adapters.interleave import Interleaver
 
 
 def take(
-    loc: Location, payload: Any, rows: Rows, index: int, span: tuple[int, int], host: Any
+    loc: Location, payload: Any, rows: Rows, index: int, span: tuple[int, int], il: Interleaver
 ) -> tuple[Any, Back | None]:
     """Request `index`'s part of what the model holds at `loc`, as tensors of its own, and the way back where it is not
     `put`'s.
@@ -38,9 +39,16 @@ def take(
     form = site.form
     if form == "pair":
         x, second = found_at(site, payload)
-        return rows.copy(x, index) if second is None else rows.of(x, index) + rows.of(second, index), None
+        if second is None:
+            return rows.copy(x, index), None
+        if not il.shared:
+            return rows.of(x, index) + rows.of(second, index), None
+        total = il.total
+        if total is None:
+            total = il.total = x + second
+        return rows.copy(total, index), None
     if form != "tensor":
-        return cut(loc, payload, rows, index, span, host)
+        return cut(loc, payload, rows, index, span, il.host)
     if loc.key is LOGITS_KEY:
         return rows.sampled(payload, index).clone(), None
     if loc.key is SAMPLED_KEY:

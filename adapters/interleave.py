@@ -60,6 +60,7 @@ class Interleaver:
         grad: whether the model runs with gradients; reads are then part of autograd's graph.
         inference: whether this pass runs in inference mode.
         recomputes: whether the engine may compute positions again (it preempts), so that writes are remembered.
+        total: the whole batch's sum at a location that holds a pair, made once where a visit is `shared` by several.
         interrupt: what ended an intervention without being an `Exception` (Ctrl-C): the engine stops everything.
     """
 
@@ -67,6 +68,8 @@ class Interleaver:
         self.host, self.points = host, host.points
         self.waiting: dict[Key, list[Pass]] = {}
         self.grad = self.recomputes = self.inference = False
+        self.total: torch.Tensor | None = None
+        self.shared = False
         self.interrupt: BaseException | None = None
         self._modules: dict[Key, Location] = {}
         self._floors: dict[Key, int] = {}
@@ -153,17 +156,30 @@ class Interleaver:
             del guard
 
     def _serve(self, served: list[Pass], payload: Any) -> Any:
-        if len(served) == 1:
-            m = served[0]
-            self._resume(m, payload)
-            instead, m._instead = m._instead, None
-            return instead
-        instead = None
+        """The hot loop: `_resume` and `_park` in one, for everybody who waits here."""
+        instead, waiting, grad = None, self.waiting, self.grad
+        self.total, self.shared = None, len(served) > 1
         for m in served:
-            self._resume(m, payload)
+            if m.live.error is not None:
+                self._throw(m, self._quiet(m))
+                continue
+            try:
+                wanted = m.thread.switch(payload)
+            except BaseException as error:
+                self._failed(m, error)
+                wanted = None
+            if is_grad_enabled() is not grad:
+                set_grad_enabled(grad)
+            if wanted is not None:
+                others = waiting.get(wanted.key)
+                if others is None:
+                    waiting[wanted.key] = [m]
+                else:
+                    others.append(m)
             if m._instead is not None:
-                instead, m._instead = m._instead, None
-                payload = instead
+                payload = instead = m._instead
+                m._instead = None
+        self.total = None
         return instead
 
     def end(self) -> None:

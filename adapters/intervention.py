@@ -65,9 +65,9 @@ class Pass:
         request: the request's id.
     """
 
-    __slots__ = ("_at", "_back", "_first", "_handed", "_hub", "_il", "_index", "_instead", "_key", "_loc", "_n",
-                 "_payload", "_points", "_positions", "_rank", "_rows", "_value", "_version", "draws", "fn",
-                 "is_prompt", "live", "order", "request", "state", "step", "thread")  # fmt: skip
+    __slots__ = ("_adopted", "_at", "_back", "_first", "_handed", "_hub", "_il", "_index", "_instead", "_key",
+                 "_loc", "_n", "_payload", "_points", "_positions", "_rank", "_rows", "_value", "_version",
+                 "draws", "fn", "is_prompt", "live", "order", "request", "state", "step", "thread")  # fmt: skip
 
     def __init__(self, il: Interleaver, live: Live, fn: Intervention | None, order: int = 0) -> None:
         self._il, self._points = il, il.points
@@ -82,6 +82,7 @@ class Pass:
         self._key: tuple[str, str] | None = None
         self._loc: Location | None = None
         self._at: Location | None = None
+        self._adopted: Location | None = None
         self._value: Any = None
         self._payload: Any = None
         self._instead: Any = None
@@ -127,12 +128,19 @@ class Pass:
         """Keep a copy of `value` under `name`; every save of a name is kept, one entry each, in order."""
         live = self.live
         entries = live.saves.get(name)
-        if value is self._value and not live.wrote and type(value) is torch.Tensor and value._version == self._version:
+        untouched = value is self._value and type(value) is torch.Tensor and value._version == self._version
+        if untouched and not live.wrote:
             if entries is None:
-                live.as_read[name] = self._loc  # type: ignore[assignment]
-        elif entries is None or name in live.as_read:
+                assert self._loc is not None
+                live.as_read[name] = self._loc
+        elif live.as_read:
             live.as_read.pop(name, None)
-        kept = copied(value)
+        if untouched and getrefcount(value) <= _UNHELD_IN_SAVE and not self._il.grad:
+            # It is a copy already and nobody can change it any more; who reads the point again is given another.
+            kept: Any = value
+            self._adopted, self._at, self._loc, self._value = self._loc, self._loc, None, None
+        else:
+            kept = copied(value)
         if entries is None:
             live.saves[name] = [kept]
         else:
@@ -162,7 +170,7 @@ class Pass:
         self._index, self._rows, self._first, self._n = index, rows, first, n
         self.is_prompt, self.draws, self._hub = is_prompt, draws, hub
         self.step += 1
-        self._positions = self._key = self._loc = self._value = self._at = None
+        self._positions = self._key = self._loc = self._value = self._at = self._adopted = None
         self._rank = -1
 
     def _read(self, loc: Location) -> Any:
@@ -173,7 +181,7 @@ class Pass:
         rank = loc.rank
         if rank < 0:
             rank = self._il.floor(loc, self._rank)
-        elif rank <= self._rank:
+        elif rank <= self._rank and loc is not self._adopted:
             rank = -2
         if loc.key != self._key:
             if rank == -2:
@@ -184,8 +192,9 @@ class Pass:
             raise self._passed(loc)
         if rank > self._rank:
             self._rank = rank
+        self._adopted = None
         try:
-            value, self._back = take(loc, self._payload, self._rows, self._index, (self._first, self._n), self._il.host)
+            value, self._back = take(loc, self._payload, self._rows, self._index, (self._first, self._n), self._il)
         except NotInRowsError as odd:
             raise NotInRowsError(at_user_line(f"{loc}: {odd}")) from None
         if self._il.grad:
@@ -249,6 +258,7 @@ class Pass:
     def _edited(self, loc: Location, value: Any, changed: bool) -> None:
         """Write `value` back. With gradients always: what comes after is to depend on what was handed out."""
         live = self.live
+        self._il.total = None
         if changed:
             if live.check_finite:
                 self._check_finite(loc, value, "was written there")
@@ -320,19 +330,33 @@ class Pass:
         self._handed.clear()
 
 
-def _references_of_nobody() -> int:
-    """What `getrefcount` says in `_settle` of a tensor that nobody else holds, not even by a view of it.
+class _Nobody:
+    """What `getrefcount` says of a handed out tensor that nobody holds, not even by a view of it: in `_settle`, where
+    such a value need not be watched for edits to the end of its pass, and in `save`, where it need not be copied again.
 
-    Without this, every value that is handed out would have to be kept to the end of its pass, to see whether it is
-    edited too late. Where a view does not count as a reference (torch before 2.10) they are kept: zero.
+    Zero, which never applies, where a reference or a view does not count (torch before 2.10).
     """
-    value = torch.zeros(2)
-    alone = getrefcount(value)
-    view = value[:1]
-    return alone if getrefcount(value) > alone and view is not None else 0
+
+    def __init__(self) -> None:
+        self.held = torch.zeros(2)
+
+    def save(self, name: str, value: torch.Tensor) -> int:
+        return getrefcount(value)
+
+    def settle(self) -> int:
+        value, self.held = self.held, torch.zeros(2)
+        return getrefcount(value)
+
+    def count(self) -> tuple[int, int]:
+        in_settle, in_save = self.settle(), self.save("", self.held)
+        view = self.held[:1]
+        seen = self.save("", self.held) > in_save and self.settle() > in_settle and view.numel() == 1
+        value = self.held
+        seen = seen and self.save("", value) > in_save and self.settle() > in_settle
+        return (in_settle, in_save) if seen else (0, 0)
 
 
-_UNHELD = _references_of_nobody()
+_UNHELD, _UNHELD_IN_SAVE = _Nobody().count()
 
 
 def start(m: Pass) -> None:
@@ -347,6 +371,8 @@ def start(m: Pass) -> None:
                 "function that is called once a pass"
             )
         m._finish()
+    except GreenletExit:
+        pass  # ended without a word; a greenlet would hand the exception over as what it returned
     finally:
         m._end()
 

@@ -42,8 +42,12 @@ class Slab:
     padded: int = -1
 
     def of(self, x: torch.Tensor, i: int) -> torch.Tensor:
-        self._check(x)
-        return x[self.starts[i] : self.starts[i + 1]]
+        starts = self.starts
+        if not x.dim() or x.size(0) != starts[-1]:
+            self._check(x)
+        elif len(starts) == 2:
+            return x
+        return x[starts[i] : starts[i + 1]]
 
     def copy(self, x: torch.Tensor, i: int) -> torch.Tensor:
         starts = self.starts

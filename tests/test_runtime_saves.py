@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from adapters.errors import BadCaptureError
+from adapters.errors import BadCaptureError, PassedError, StaleWriteError
 from adapters.runtime import Output, Runtime
 from adapters.saves import check, copied, joined
 from tests.engines import booted, capture, prompts, rt, run, same
@@ -196,3 +196,79 @@ def test_the_check_looks_at_the_whole_request() -> None:
 def test_captures_again_are_the_same_bits(rt: Runtime) -> None:
     points = [("resid_post", 1), ("logits",)]
     same(run(rt, IDS, capture(*points)), run(rt, IDS, capture(*points)))
+
+
+def test_a_save_without_a_copy_cannot_be_reached_any_more(rt: Runtime) -> None:
+    """What nobody else holds is kept as it is. Whoever holds it, holds a view of it or reads it again, has his own."""
+
+    def fn(m: Any) -> None:
+        m.save("alone", m.resid_post[0])
+        again = m.resid_post[0]
+        m.save("held", again)
+        again += 1
+        m.save("edited", m.resid_post[0])
+        view = m.z[1][:, 0]
+        m.save("viewed", m.z[1])
+        view += 1
+        m.save("by view", m.z[1])
+        m.save("positional", m.resid_post[1])
+        m.save(name="keyword", value=m.resid_post[1])
+        m.resid_post[1] *= 2
+        m.save("written", m.resid_post[1])
+        m.state.setdefault("rows", []).append(m.resid_post[2])
+        m.save("kept", m.resid_post[2])
+        for row in m.state["rows"]:
+            row += 1
+
+    def plain(m: Any) -> None:
+        m.save("r0", m.resid_post[0])
+        m.resid_post[0] += 1
+        m.save("z", m.z[1])
+        m.z[1][:, 0] += 1
+        m.save("r1", m.resid_post[1])
+        m.resid_post[1] *= 2
+        m.save("r2", m.resid_post[2])
+        m.resid_post[2] += 1
+
+    for got, wanted in zip(run(rt, IDS, fn), run(rt, IDS, plain), strict=True):
+        assert got.token_ids == wanted.token_ids
+        r0, z, r1 = (wanted.cat(n) for n in ("r0", "z", "r1"))
+        assert torch.equal(got.cat("alone"), r0)
+        assert torch.equal(got.cat("held"), r0)
+        assert torch.equal(got.cat("edited"), r0 + 1)
+        assert torch.equal(got.cat("viewed"), z)
+        assert torch.equal(got.cat("by view")[:, 0], z[:, 0] + 1)
+        assert torch.equal(got.cat("positional"), r1)
+        assert torch.equal(got.cat("keyword"), r1)
+        assert torch.equal(got.cat("written"), r1 * 2)
+        assert torch.equal(got.cat("kept"), wanted.cat("r2"))
+
+
+def test_a_value_that_only_a_view_holds_is_still_watched(rt: Runtime) -> None:
+    def fn(m: Any) -> None:
+        view = m.z[1][:, 0]
+        m.resid_post[2]
+        view += 1
+
+    with pytest.raises(StaleWriteError, match=r"z\[1\] was edited in place after"):
+        run(rt, IDS, fn)
+
+
+def test_what_was_saved_has_passed_for_what_comes_before_it(rt: Runtime) -> None:
+    def fn(m: Any) -> None:
+        m.save("x", m.resid_post[1])
+        m.resid_mid[1]
+
+    with pytest.raises(PassedError, match=r"resid_mid\[1\] had already passed.*the model was at resid_post\[1\]"):
+        run(rt, IDS, fn)
+
+
+def test_a_held_value_is_not_kept_to_the_end_of_the_pass(rt: Runtime) -> None:
+    """Reading every layer of a long prompt holds one layer at a time."""
+
+    def fn(m: Any) -> None:
+        for layer in range(3):
+            m.resid_post[layer].sum()
+            m.save("remembered", len(m._handed))
+
+    assert run(rt, IDS[:1], fn, max_new_tokens=1)[0].saves["remembered"] == [0, 0, 0]
