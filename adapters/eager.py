@@ -8,8 +8,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from adapters import patterns
-from adapters.interleave import Interleaver, Key, no_such_module
+from adapters.interleave import Interleaver, Key
 from adapters.layouts import replaced
+from adapters.modules import no_such_module
 from adapters.points import LOGITS_KEY, SAMPLED_KEY
 
 

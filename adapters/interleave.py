@@ -7,7 +7,6 @@ that somebody waits for (its hooks and seams do), then `end`.
 from __future__ import annotations
 
 import ctypes
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -18,18 +17,18 @@ from adapters.errors import (
     InterventionError,
     NeverRanError,
     PassedError,
-    PointRefusedError,
-    UnknownModuleError,
     at_line,
-    at_user_line,
     line_of,
 )
 from adapters.intervention import Intervention, Pass, start
 from adapters.live import Job, Live
 from adapters.modes import InferenceMode, is_grad_enabled, is_inference_mode_enabled, set_grad_enabled
+from adapters.modules import layer_stem, no_such_module, parameter, ran_before
 from adapters.points import _STRIDE, Location, Points
 from adapters.recompute import replayed
 from adapters.rows import Part, Rows
+
+__all__ = ["Host", "Interleaver", "Key", "no_such_module", "parameter"]
 
 Key = tuple[str, str]
 # How often a function that swallows the error of a pass that is over may go on reading before it is dropped.
@@ -73,7 +72,7 @@ class Interleaver:
         self.interrupt: BaseException | None = None
         self._modules: dict[Key, Location] = {}
         self._floors: dict[Key, int] = {}
-        self._stem = _stem(host.points)
+        self._stem = layer_stem(host.points)
 
     def live(self, id: str, fns: Sequence[Intervention], body: Any = None, check_finite: bool = False) -> Live:
         """A new live request with its interventions, in the order in which they see each other's writes.
@@ -293,7 +292,7 @@ class Interleaver:
     def _never(self, m: Pass, key: Key) -> InterventionError:
         where = f"{key[0]} ({'input' if key[1] == 'in' else 'output'})" if key[0] else key[1]
         line = line_of(m.thread)
-        if m._key is not None and _ran_before(key, m._key):
+        if m._key is not None and ran_before(key, m._key):
             return PassedError(
                 at_line(
                     f"{where} had already passed when it was read: the model was at {' '.join(m._key).strip()}", line
@@ -306,49 +305,6 @@ class Interleaver:
                 line,
             )
         )
-
-
-def _ran_before(asked: Key, current: Key) -> bool:
-    """Whether `asked` is sure to run before `current`: part of a module that is done, or input of one under way."""
-    inside = asked[0].startswith(current[0] + ".") or asked[0] == current[0]
-    around = current[0].startswith(asked[0] + ".") and asked[0] != ""
-    return (inside and current[1] == "out" and asked != current) or (around and asked[1] == "in")
-
-
-def _stem(points: Points) -> str | None:
-    """What the paths of layers begin with: "model.layers."."""
-    try:
-        path = points.at("resid_post", 0).key[0]
-    except Exception:
-        return None
-    stem, zero, _ = path.partition("0")
-    return stem if zero else None
-
-
-def parameter(model: torch.nn.Module, path: str) -> torch.Tensor:
-    """A parameter of the model by its path; refused where the engine has packed it away."""
-    try:
-        found = model.get_parameter(path).detach()
-    except AttributeError:
-        near = difflib.get_close_matches(path, [n for n, _ in model.named_parameters()], n=3, cutoff=0.6)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise UnknownModuleError(at_user_line(f"the model has no parameter {path!r}{hint}")) from None
-    if found.numel() == 0:
-        raise PointRefusedError(
-            at_user_line(
-                f"{path}: the engine has packed this parameter for its own kernels and let the original go; read it "
-                "from the checkpoint instead"
-            )
-        )
-    return found
-
-
-def no_such_module(path: str, known: Sequence[str]) -> UnknownModuleError:
-    """The error for a module path that the model does not have, with near ones."""
-    near = difflib.get_close_matches(path, known, n=3, cutoff=0.6)
-    return UnknownModuleError(
-        at_user_line(f"the model has no module {path!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
-    )
 
 
 def _by_order(m: Pass) -> int:

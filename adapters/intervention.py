@@ -28,6 +28,7 @@ from adapters.errors import (
     at_user_line,
 )
 from adapters.exchange import put, spliced, take
+from adapters.handed import UNHELD, UNHELD_IN_SAVE, check_write, in_graph, versions
 from adapters.modes import (
     InferenceMode,
     cross,
@@ -135,7 +136,7 @@ class Pass:
                 live.as_read[name] = self._loc
         elif live.as_read:
             live.as_read.pop(name, None)
-        if untouched and getrefcount(value) <= _UNHELD_IN_SAVE and not self._il.grad:
+        if untouched and getrefcount(value) <= UNHELD_IN_SAVE and not self._il.grad:
             # It is a copy already and nobody can change it any more; who reads the point again is given another.
             kept: Any = value
             self._adopted, self._at, self._loc, self._value = self._loc, self._loc, None, None
@@ -198,16 +199,16 @@ class Pass:
         except NotInRowsError as odd:
             raise NotInRowsError(at_user_line(f"{loc}: {odd}")) from None
         if self._il.grad:
-            value = _in_graph(value)
+            value = in_graph(value)
         if self.live.check_finite:
             self._check_finite(loc, value, "is read there")
         try:
-            self._version = value._version if type(value) is not tuple else _versions(value)
+            self._version = value._version if type(value) is not tuple else versions(value)
         except RuntimeError:
             # Read inside of the user's inference mode, whose tensors count no versions.
             with InferenceMode(False):
                 value = tuple(v.clone() for v in value) if isinstance(value, tuple) else value.clone()
-            self._version = _versions(value) if isinstance(value, tuple) else value._version
+            self._version = versions(value) if isinstance(value, tuple) else value._version
         self._loc, self._value = loc, value
         return value
 
@@ -248,10 +249,10 @@ class Pass:
         loc, value = self._loc, self._value
         assert loc is not None
         self._loc = self._value = None
-        version = value._version if type(value) is not tuple else _versions(value)
+        version = value._version if type(value) is not tuple else versions(value)
         if version != self._version or self._il.grad:
             self._edited(loc, value, version != self._version)
-        if getrefcount(value) > _UNHELD or type(value) is tuple:
+        if getrefcount(value) > UNHELD or type(value) is tuple:
             self._handed.append((loc, value, version))
         self._at = loc
 
@@ -308,7 +309,7 @@ class Pass:
             raise WriteError(
                 at_user_line(f"{loc} hands out a tuple of {len(current)} tensors: edit one of them in place")
             )
-        _check_write(loc, current, value)
+        check_write(loc, current, value)
         current.copy_(value)
 
     def _finish(self) -> None:
@@ -316,7 +317,7 @@ class Pass:
         if self._loc is not None:
             self._settle()
         for loc, value, version in self._handed:
-            if version != (value._version if type(value) is not tuple else _versions(value)):
+            if version != (value._version if type(value) is not tuple else versions(value)):
                 raise StaleWriteError(
                     f"{loc} was edited in place after the model had gone past it, so the edit took no part in this "
                     "pass: edit it before reading the next point, or edit a clone "
@@ -328,35 +329,6 @@ class Pass:
         self._hub = self._loc = self._value = self._payload = self._key = None
         self._rank = -1
         self._handed.clear()
-
-
-class _Nobody:
-    """What `getrefcount` says of a handed out tensor that nobody holds, not even by a view of it: in `_settle`, where
-    such a value need not be watched for edits to the end of its pass, and in `save`, where it need not be copied again.
-
-    Zero, which never applies, where a reference or a view does not count (torch before 2.10).
-    """
-
-    def __init__(self) -> None:
-        self.held = torch.zeros(2)
-
-    def save(self, name: str, value: torch.Tensor) -> int:
-        return getrefcount(value)
-
-    def settle(self) -> int:
-        value, self.held = self.held, torch.zeros(2)
-        return getrefcount(value)
-
-    def count(self) -> tuple[int, int]:
-        in_settle, in_save = self.settle(), self.save("", self.held)
-        view = self.held[:1]
-        seen = self.save("", self.held) > in_save and self.settle() > in_settle and view.numel() == 1
-        value = self.held
-        seen = seen and self.save("", value) > in_save and self.settle() > in_settle
-        return (in_settle, in_save) if seen else (0, 0)
-
-
-_UNHELD, _UNHELD_IN_SAVE = _Nobody().count()
 
 
 def start(m: Pass) -> None:
@@ -375,36 +347,6 @@ def start(m: Pass) -> None:
         pass  # ended without a word; a greenlet would hand the exception over as what it returned
     finally:
         m._end()
-
-
-def _in_graph(value: Any) -> Any:
-    """`value` with a gradient of its own; not a leaf, which could not be edited in place."""
-    if type(value) is tuple:
-        return tuple(map(_in_graph, value))
-    if not value.is_floating_point():
-        return value
-    if not value.requires_grad:
-        value = value.detach().requires_grad_().clone()
-    value.retain_grad()
-    return value
-
-
-def _versions(values: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
-    return tuple(v._version for v in values)
-
-
-def _check_write(loc: Location, current: torch.Tensor, value: Any) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise WriteError(at_user_line(f"{loc}: a write needs a tensor, not {type(value).__name__}"))
-    for what, wanted, got in (
-        ("shape", tuple(current.shape), tuple(value.shape)),
-        ("dtype", current.dtype, value.dtype),
-        ("device", current.device, value.device),
-    ):
-        if wanted != got:
-            raise WriteError(
-                at_user_line(f"{loc}: the {what} there is {wanted}, the write has {got}; nothing was written")
-            )
 
 
 for _name in PER_LAYER:

@@ -24,6 +24,10 @@ class Output:
 
     `saves[name]` is everything that was saved under `name`, in order, one entry a `m.save`; `cat(name)` joins them
     along the first axis: one row per token, in position order, prompt first.
+
+    >>> out = Output("r", (5, 6), (7,), {"probe": [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]})
+    >>> out.cat("probe").tolist()
+    [1.0, 2.0, 3.0]
     """
 
     request: str
@@ -101,7 +105,34 @@ class Engine(Protocol):
 
 
 class Runtime:
-    """An engine with interventions. Made by `load`; usable as a context manager, which closes it."""
+    """An engine with interventions. Made by `load`; usable as a context manager, which closes it.
+
+    >>> import tapgrid
+    >>> rt = tapgrid.load("synthetic:llama", dtype="float32")
+    >>> def steer(m):
+    ...     m.resid_post[1] += 1.0
+    ...     m.save("post", m.resid_post[2])
+    >>> out = rt.run([[5, 6, 7], [8, 9]], steer, max_new_tokens=4, ignore_eos=True)
+    >>> [tuple(o.cat("post").shape) for o in out]  # a row a token: prompt and new ones, but for the last drawn
+    [(6, 128), (5, 128)]
+
+    The same without a function, on an engine in this process:
+
+    >>> with rt.trace([5, 6, 7]) as m:
+    ...     norm = m.resid_post[2].norm(dim=-1)
+    >>> norm.shape
+    torch.Size([3])
+    >>> [m.tokens for m in rt.steps([5, 6, 7], max_new_tokens=3)]
+    [3, 1, 1]
+
+    Left on the engine, for every later request:
+
+    >>> rt.install(steer, name="steer")
+    >>> list(rt.run([5, 6, 7], max_new_tokens=1)[0].saves), list(rt.run([5, 6, 7], max_new_tokens=1, edits=[])[0].saves)
+    (['post'], [])
+    >>> rt.remove("steer")
+    >>> rt.close()
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

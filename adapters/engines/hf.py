@@ -11,9 +11,10 @@ import torch
 
 from adapters.eager import Hooks
 from adapters.errors import LoadError
-from adapters.interleave import Interleaver, Key, parameter
+from adapters.interleave import Interleaver, Key
 from adapters.layouts import finished
 from adapters.live import Job, Live
+from adapters.modules import parameter
 from adapters.points import LOGITS_KEY, SAMPLED_KEY, Location, Points, dimensions, family_of
 from adapters.rows import Batch
 from adapters.runtime import Ask, Output

@@ -20,8 +20,9 @@ from adapters.engines.graphs import demote_when, has_cuda
 from adapters.engines.versions import check_runner
 from adapters.engines.vllm import EXTRA, TAPS
 from adapters.engines.wire import Carried, Kept
-from adapters.interleave import Interleaver, Key, parameter
+from adapters.interleave import Interleaver, Key
 from adapters.live import Job, Live
+from adapters.modules import parameter
 from adapters.points import LOGITS_KEY, SAMPLED_KEY, Points, dimensions, family_of
 from adapters.rows import Slab
 from adapters.taps import Taps

@@ -1,0 +1,70 @@
+"""What is handed out to an intervention: who still holds it, its versions, and what may be put in its place."""
+
+from __future__ import annotations
+
+from sys import getrefcount
+from typing import Any
+
+import torch
+
+from adapters.errors import WriteError, at_user_line
+from adapters.sites import Location
+
+
+class _Nobody:
+    """What `getrefcount` says of a handed out tensor that nobody holds, not even by a view of it: in `_settle`, where
+    such a value need not be watched for edits to the end of its pass, and in `save`, where it need not be copied again.
+
+    Zero, which never applies, where a reference or a view does not count (torch before 2.10).
+    """
+
+    def __init__(self) -> None:
+        self.held = torch.zeros(2)
+
+    def save(self, name: str, value: torch.Tensor) -> int:
+        return getrefcount(value)
+
+    def settle(self) -> int:
+        value, self.held = self.held, torch.zeros(2)
+        return getrefcount(value)
+
+    def count(self) -> tuple[int, int]:
+        in_settle, in_save = self.settle(), self.save("", self.held)
+        view = self.held[:1]
+        seen = self.save("", self.held) > in_save and self.settle() > in_settle and view.numel() == 1
+        value = self.held
+        seen = seen and self.save("", value) > in_save and self.settle() > in_settle
+        return (in_settle, in_save) if seen else (0, 0)
+
+
+UNHELD, UNHELD_IN_SAVE = _Nobody().count()
+
+
+def in_graph(value: Any) -> Any:
+    """`value` with a gradient of its own; not a leaf, which could not be edited in place."""
+    if type(value) is tuple:
+        return tuple(map(in_graph, value))
+    if not value.is_floating_point():
+        return value
+    if not value.requires_grad:
+        value = value.detach().requires_grad_().clone()
+    value.retain_grad()
+    return value
+
+
+def versions(values: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+    return tuple(v._version for v in values)
+
+
+def check_write(loc: Location, current: torch.Tensor, value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise WriteError(at_user_line(f"{loc}: a write needs a tensor, not {type(value).__name__}"))
+    for what, wanted, got in (
+        ("shape", tuple(current.shape), tuple(value.shape)),
+        ("dtype", current.dtype, value.dtype),
+        ("device", current.device, value.device),
+    ):
+        if wanted != got:
+            raise WriteError(
+                at_user_line(f"{loc}: the {what} there is {wanted}, the write has {got}; nothing was written")
+            )
