@@ -21,8 +21,7 @@ class Layered:
 
     def __getitem__(self, layer: int) -> Any:
         m, name = self._m, self._name
-        loc = m._points._known.get((name, layer)) if type(layer) is int else None
-        return m._read(loc or m._points.at(name, _number(name, layer)))
+        return m._read(m._points.at(name, layer if type(layer) is int else _number(name, layer)))
 
     def __setitem__(self, layer: int, value: Any) -> None:
         self._m._write(self._m._points.at(self._name, _number(self._name, layer)), value)
