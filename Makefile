@@ -6,8 +6,8 @@
 VENV ?= .venv
 GRID ?= smollm2
 TIER ?= first
-ROWS ?=
-COLUMNS ?=
+# From make's own words only: terminals export COLUMNS, their width.
+given = $(if $(filter command,$(firstword $(origin $(1)))),$($(1)))
 # More words for the grid's pytest (FLAGS="--grid-fresh") or the tests' (TESTS="tests/test_models.py -k twin").
 FLAGS ?=
 TESTS ?=
@@ -25,7 +25,7 @@ install:
 	@$(VENV)/bin/python harness/install.py
 
 grid: install
-	$(VENV)/bin/python -m pytest --grid "$(GRID)" --grid-tier "$(TIER)" $(if $(ROWS),--grid-rows "$(ROWS)") $(if $(COLUMNS),--grid-columns "$(COLUMNS)") $(FLAGS)
+	$(VENV)/bin/python -m pytest --grid "$(GRID)" --grid-tier "$(TIER)" $(if $(call given,ROWS),--grid-rows "$(ROWS)") $(if $(call given,COLUMNS),--grid-columns "$(COLUMNS)") $(FLAGS)
 
 test: install
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(TESTS)

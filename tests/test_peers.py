@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -289,6 +290,17 @@ def test_interp_engine_refuses_with_its_own_reasons() -> None:
 
 
 # --- whole columns, each in a process of its own ---
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """A column may put plugins on the path of its process: what follows here must not find them there."""
+    variables, path = dict(os.environ), list(sys.path)
+    yield
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.path[:] = path
+
 
 # column: (module that must be there, new tokens, works that it refuses)
 WHOLE = {

@@ -32,7 +32,8 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     One process for all families that were asked for, and for nothing else: closing a vLLM engine takes down what every
     other one in its process needs, and a dense model that was booted first leaves experts without their group.
     """
-    asked = [i.callspec.params["family"] for i in request.session.items if getattr(i, "fspath", None) == request.fspath]
+    mine = (i for i in request.session.items if getattr(i, "fspath", None) == request.fspath and hasattr(i, "callspec"))
+    asked = [i.callspec.params["family"] for i in mine if "family" in i.callspec.params]
     report = tmp_path_factory.mktemp("points") / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES), f"--junitxml={report}"]
     env = os.environ | {"TAPGRID_FAMILIES": ",".join(asked), "OMP_NUM_THREADS": "1"}
