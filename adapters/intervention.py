@@ -227,10 +227,11 @@ class Pass:
         if is_inference_mode_enabled():
             return cross(hub.switch, loc)
         grad = is_grad_enabled()
-        payload = hub.switch(loc)
-        if is_grad_enabled() is not grad:
-            set_grad_enabled(grad)
-        return payload
+        try:
+            return hub.switch(loc)
+        finally:  # also where an error comes back instead
+            if is_grad_enabled() is not grad:
+                set_grad_enabled(grad)
 
     def _no_draw(self, loc: Location) -> None:
         """The engine holds logits for every pass, but those of an early chunk are nobody's."""

@@ -30,10 +30,11 @@ def cross(switch: Callable[..., Any], *values: Any) -> Any:
         with InferenceMode(False):
             set_grad_enabled(False)
             return switch(*values)
-    got = switch(*values)
-    if is_grad_enabled() is not grad:
-        set_grad_enabled(grad)
-    return got
+    try:
+        return switch(*values)
+    finally:  # also where an error comes back instead
+        if is_grad_enabled() is not grad:
+            set_grad_enabled(grad)
 
 
 def refuse_autocast() -> None:

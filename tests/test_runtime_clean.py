@@ -1,5 +1,7 @@
 """The runtime leaves no trace: on the engine, on torch's switches, on the user's hooks, on the process, in memory."""
 
+# ruff: noqa: PT012 (that an error comes out of a whole body is what is tested)
+
 from __future__ import annotations
 
 import gc
@@ -359,3 +361,52 @@ def test_a_closed_vllm_engine_lets_go() -> None:
         run(runtime, IDS)
     # vLLM tears the whole process's state down with one engine; whoever lives beside it must not notice.
     same(run(beside, IDS, capture(("resid_post", 1))), wanted)
+
+
+def test_an_error_thrown_into_a_body_gives_the_switches_back(rt: Runtime) -> None:
+    """The engine's own error, an installed intervention's, a location that never ran: each comes out of a read."""
+    host: Any = getattr(rt.engine, "host", None) or rt.engine
+
+    def fails(m: Any) -> None:
+        m.resid_post[0]
+        raise OSError("installed")
+
+    before = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+    assert before == (True, False)
+    rt.install(fails, name="fails")
+    try:
+        with pytest.raises(OSError, match="installed"), rt.trace(IDS[0]) as m:
+            m.resid_post[2]
+    finally:
+        rt.remove("fails")
+    assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before
+    with pytest.raises(InterventionError), rt.trace(IDS[0]) as m:
+        m.resid_post[1]
+        m.at("model.layers.1.input_layernorm").output  # noqa: B018
+    assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before
+    wanted = run(rt, IDS, capture(("resid_post", 1)))
+    handle = host.model.model.layers[2].register_forward_pre_hook(lambda module, args: 1 / 0)
+    try:
+        with pytest.raises(ZeroDivisionError), rt.trace(IDS[0]) as m:
+            m.resid_post[2]
+        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before
+        with pytest.raises(ZeroDivisionError), rt.trace(IDS[0]) as m:
+            pass
+        with pytest.raises(ZeroDivisionError):
+            run(rt, IDS, capture(("resid_post", 1)))
+    finally:
+        handle.remove()
+    same(run(rt, IDS, capture(("resid_post", 1))), wanted)
+    assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before
+
+
+def test_a_function_that_catches_a_thrown_error_keeps_its_own_switches(rt: Runtime) -> None:
+    def fn(m: Any) -> None:
+        with torch.enable_grad():
+            try:
+                m.resid_post[1]
+                m.at("model.layers.1.input_layernorm").output  # noqa: B018
+            except InterventionError:
+                m.save("grad", torch.is_grad_enabled())
+
+    assert run(rt, IDS[:1], fn, max_new_tokens=2)[0].saves["grad"] == [True, True]
