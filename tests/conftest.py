@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from harness.store import Store
 from tests import fake
 
 pytest_plugins = "pytester"
+# Before torch is imported (nothing above does): the engines' kernels count on every thread of a process having the same
+# number of OpenMP threads, and two files of tests share two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 class Heard(Quiet):
