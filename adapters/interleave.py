@@ -235,14 +235,20 @@ class Interleaver:
     def _throw(self, m: Pass, error: BaseException) -> None:
         if not m.thread or m.thread.dead:
             return
+        # What catches it is the user's code, which must not run in the engine's inference mode.
+        grad = is_grad_enabled()
+        guard = InferenceMode(False) if is_inference_mode_enabled() else None
+        if guard is not None:
+            set_grad_enabled(False)
         try:
             wanted = m.thread.throw(error)
         except BaseException as raised:
             self._failed(m, raised)
             return
         finally:
-            if is_grad_enabled() is not self.grad:
-                set_grad_enabled(self.grad)
+            del guard
+            if is_grad_enabled() is not grad:
+                set_grad_enabled(grad)
         if isinstance(wanted, Location) and not m.thread.dead:
             self._park(m, wanted)
 

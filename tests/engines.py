@@ -58,7 +58,9 @@ def hf() -> Iterator[Runtime]:
 
 
 def assert_clean(runtime: Runtime) -> None:
-    """Nothing of a run is left on the engine."""
+    """Nothing of a run is left on the engine, or on torch's switches."""
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
     host = getattr(runtime.engine, "host", None) or runtime.engine
     assert len(host.hooks) == 0
     assert not host.il.waiting
