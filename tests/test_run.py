@@ -258,6 +258,7 @@ def in_hang(folder: Path, *more: str) -> tuple[subprocess.Popen[str], Path]:
     while not any("hanging" in log.read_text() for log in folder.glob(".tapgrid/*/logs/*fake-b*")):
         assert time.monotonic() < until, "it does not come to hang"
         time.sleep(0.05)
+    time.sleep(1)  # the worker says that it hangs before the parent has read which row it is in
     (store,) = folder.glob(".tapgrid/*/store.jsonl")
     return process, store
 
