@@ -53,7 +53,6 @@ class HFEngine:
     """A `transformers` causal language model in this process, in eager mode."""
 
     in_process = True
-    copies = True
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model, self.tokenizer = model, tokenizer

@@ -19,8 +19,6 @@ class HFTapsEngine(HFEngine):
     On a GPU the operator is tagged unsafe for CUDA graphs, so inductor graphs what lies between the taps.
     """
 
-    copies = True
-
     def __init__(self, model: Any, tokenizer: Any, taps: Sequence[str], compiler: str = "inductor") -> None:
         super().__init__(model, tokenizer)
         self.hooks: Any = Taps(model, taps, self.points)

@@ -63,7 +63,6 @@ class WrappedModule:
     """A module with interventions. Requests of one call are one batch; each sees its own rows only."""
 
     in_process = True
-    copies = True
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model, self.tokenizer, self.points = model, None, _NoPoints()

@@ -43,7 +43,6 @@ class WorkerHost:
         self.runner, self.model, self.tokenizer = runner, runner.model, tokenizer
         config = runner.model_config.hf_text_config
         self.points = Points(family_of(config.model_type), "vllm", dimensions(config)).within(self.model)
-        self.copies = True
         self.hooks: Hooks | Taps = Hooks(self.model) if taps is None else Taps(self.model, taps, self.points)
         self.il = Interleaver(self)
         self.live: dict[str, Live] = {}
