@@ -28,6 +28,7 @@ from adapters.work import (
     Shape,
     Steer,
     Work,
+    points_of,
 )
 
 
@@ -137,16 +138,8 @@ def intervention_of(work: Work, dtype: torch.dtype) -> Intervention | None:
 
 
 def _points_of(work: Work) -> tuple[str, ...]:
-    match work:
-        case Capture(points):
-            return points
-        case Steer(point, _, watch):
-            return (point, *watch)
-        case AblateHead(layer, _, watch):
-            return (f"z.{layer}", *watch)
-        case Lens(point) | Probe(point) | Gradient(point):
-            return (point,)
-    return ()
+    """Every point that the work's intervention reads: a head is ablated at its layer's z."""
+    return (f"z.{work.layer}", *points_of(work)) if isinstance(work, AblateHead) else points_of(work)
 
 
 class Tapgrid:

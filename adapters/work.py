@@ -88,6 +88,16 @@ class Gradient:
 Work = Nothing | Capture | Steer | Lens | Probe | AblateHead | ForceToken | Gradient
 
 
+def points_of(work: Work) -> tuple[str, ...]:
+    """Every point that a work names.
+
+    >>> points_of(Lens("resid_post.3"))
+    ('resid_post.3',)
+    """
+    own = (work.point,) if isinstance(work, Steer | Lens | Probe | Gradient) else ()
+    return (*own, *(work.points if isinstance(work, Capture) else ()), *getattr(work, "watch", ()))
+
+
 @dataclass(frozen=True)
 class Shape:
     """How much a row asks for: token counts per request, how many requests, and whether they are in flight together."""

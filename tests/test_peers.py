@@ -19,7 +19,6 @@ import pytest
 from adapters.columns import all_columns, make
 from adapters.engines.settings import environment
 from adapters.peers import nnsight, nnsight_hf, nnsight_works, transformerlens, transformerlens_vllm, vanilla
-from adapters.peers.nnsight import points_of
 from adapters.work import (
     AblateHead,
     Capture,
@@ -35,6 +34,7 @@ from adapters.work import (
     Shape,
     Steer,
     Work,
+    points_of,
 )
 from tests.peer_conformance import SETTINGS
 

@@ -42,6 +42,7 @@ from adapters.work import (
     Shape,
     Steer,
     Work,
+    points_of,
 )
 
 INSTALL = "pip install nnsight==0.8.1"
@@ -247,16 +248,6 @@ class NNsightTaps(NNsightEager):
     CPU there are none, and what remains is the contract that only the declared ones are served."""
 
     tapped = True
-
-
-def points_of(work: Work) -> tuple[str, ...]:
-    """Every point that a work names.
-
-    >>> points_of(Lens("resid_post.3"))
-    ('resid_post.3',)
-    """
-    own = (work.point,) if isinstance(work, Steer | Lens | Probe | Gradient) else ()
-    return (*own, *(work.points if isinstance(work, Capture) else ()), *getattr(work, "watch", ()))
 
 
 def _invokes(requests: Sequence[Request]) -> Sequence[tuple[Any, Any, int]]:

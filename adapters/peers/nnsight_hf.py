@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adapters.peers.nnsight import INSTALL, at, points_of
+from adapters.peers.nnsight import INSTALL, at
 from adapters.peers.vanilla import ignore_end_of_sequence, left_padded, version_of
 from adapters.work import (
     AblateHead,
@@ -30,6 +30,7 @@ from adapters.work import (
     Shape,
     Steer,
     Work,
+    points_of,
 )
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adapters.peers.nnsight import points_of
 from adapters.peers.vanilla import left_padded, version_of
 from adapters.work import (
     AblateHead,
@@ -29,6 +28,7 @@ from adapters.work import (
     Shape,
     Steer,
     Work,
+    points_of,
 )
 
 INSTALL = "pip install transformer-lens==4.3.0"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from adapters.engines.settings import vllm_arguments
-from adapters.peers.nnsight import points_of
 from adapters.peers.vanilla import import_vllm, prompts, sampling, shut_down, version_of
 from adapters.work import (
     AblateHead,
@@ -31,6 +30,7 @@ from adapters.work import (
     Shape,
     Steer,
     Work,
+    points_of,
 )
 
 SITE = Path(sys.prefix) / "tapgrid-peers" / "vllm-lens"
