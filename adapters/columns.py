@@ -19,45 +19,78 @@ ENTRY_POINTS = "tapgrid.adapters"
 
 @dataclass(frozen=True)
 class Column:
-    """One system under test. `engine` is the plain column that it is read against: "vanilla" or "hf"."""
+    """One system under test.
+
+    `needs` are the modules without which it cannot boot. `plugins` are the vLLM plugins that its workers may load,
+    None for all that are installed: a plugin patches every engine of a process, so a plain engine must see none.
+    `environment` is the one that its workers run in, "default" for this interpreter's.
+    """
 
     name: str
     target: str
     about: str
     compiled: bool = False
     environment: str = "default"
+    needs: tuple[str, ...] = ()
+    plugins: tuple[str, ...] | None = None
+
+
+def _own(name: str, target: str, about: str, *, library: str = "", compiled: bool = False, plugin: str = "") -> Column:
+    needs = ("torch", "transformers" if "hf" in name.split("-") else "vllm", library)
+    plugins = (plugin,) if plugin else ()
+    return Column(name, f"adapters.{target}", about, compiled, needs=tuple(filter(None, needs)), plugins=plugins)
 
 
 _OWN = [
-    Column("vanilla", "adapters.peers.vanilla:Vanilla", "vLLM, compiled, nothing attached", compiled=True),
-    Column("vanilla-eager", "adapters.peers.vanilla:VanillaEager", "vLLM with enforce_eager, nothing attached"),
-    Column("hf", "adapters.peers.vanilla:PlainHF", "transformers, nothing attached"),
-    Column("tapgrid-eager", "adapters.ours:TapgridEager", "our runtime on eager vLLM"),
-    Column("tapgrid-taps", "adapters.ours:TapgridTaps", "our runtime inside compiled vLLM", compiled=True),
-    Column("tapgrid-hf", "adapters.ours:TapgridHF", "our runtime on transformers"),
-    Column("tapgrid-hf-taps", "adapters.ours:TapgridHFTaps", "our runtime inside compiled transformers", compiled=True),
-    Column("nnsight-eager", "adapters.peers.nnsight:NNsightEager", "nnsight on eager vLLM"),
-    Column("nnsight-taps", "adapters.peers.nnsight:NNsightTaps", "nnsight on vLLM, its locations declared at boot"),
-    Column("nnsight-hf", "adapters.peers.nnsight_hf:NNsightHF", "nnsight on transformers"),
-    Column("interp-engine-vllm", "adapters.peers.interp_engine:InterpEngineVLLM", "interp-engine on eager vLLM"),
-    Column(
+    _own("vanilla", "peers.vanilla:Vanilla", "vLLM, compiled, nothing attached", compiled=True),
+    _own("vanilla-eager", "peers.vanilla:VanillaEager", "vLLM with enforce_eager, nothing attached"),
+    _own("hf", "peers.vanilla:PlainHF", "transformers, nothing attached"),
+    _own("tapgrid-eager", "ours:TapgridEager", "our runtime on eager vLLM"),
+    _own("tapgrid-taps", "ours:TapgridTaps", "our runtime inside compiled vLLM", compiled=True),
+    _own("tapgrid-hf", "ours:TapgridHF", "our runtime on transformers"),
+    _own("tapgrid-hf-taps", "ours:TapgridHFTaps", "our runtime inside compiled transformers", compiled=True),
+    _own("nnsight-eager", "peers.nnsight:NNsightEager", "nnsight on eager vLLM", library="nnsight"),
+    _own(
+        "nnsight-taps",
+        "peers.nnsight:NNsightTaps",
+        "nnsight on vLLM, its locations declared at boot",
+        library="nnsight",
+    ),
+    _own("nnsight-hf", "peers.nnsight_hf:NNsightHF", "nnsight on transformers", library="nnsight"),
+    _own(
+        "interp-engine-vllm",
+        "peers.interp_engine:InterpEngineVLLM",
+        "interp-engine on eager vLLM",
+        library="interp_engine",
+    ),
+    _own(
         "interp-engine-static",
-        "adapters.peers.interp_engine:InterpEngineStatic",
+        "peers.interp_engine:InterpEngineStatic",
         "interp-engine on vLLM, resid_post baked in",
+        library="interp_engine",
     ),
-    Column(
+    _own(
         "transformerlens-vllm",
-        "adapters.peers.transformerlens_vllm:TransformerLensVLLM",
+        "peers.transformerlens_vllm:TransformerLensVLLM",
         "TransformerLens in compiled vLLM, one prompt a call",
+        library="transformer_lens",
         compiled=True,
+        plugin="tl_vllm_capture",
     ),
-    Column(
+    _own(
         "transformerlens-batched",
-        "adapters.peers.transformerlens_vllm:TransformerLensBatched",
+        "peers.transformerlens_vllm:TransformerLensBatched",
         "TransformerLens on eager vLLM, batched",
+        library="transformer_lens",
+        plugin="tl_vllm_capture",
     ),
-    Column("transformerlens-hf", "adapters.peers.transformerlens:TransformerLensHF", "TransformerLens on transformers"),
-    Column("vllm-lens", "adapters.peers.vllm_lens:VLLMLens", "vLLM-Lens, which makes vLLM eager"),
+    _own(
+        "transformerlens-hf",
+        "peers.transformerlens:TransformerLensHF",
+        "TransformerLens on transformers",
+        library="transformer_lens",
+    ),
+    _own("vllm-lens", "peers.vllm_lens:VLLMLens", "vLLM-Lens, which makes vLLM eager", plugin="activations"),
 ]
 
 
