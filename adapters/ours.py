@@ -29,12 +29,13 @@ from adapters.work import (
     Steer,
     Work,
     points_of,
+    split,
 )
 
 
 def capture(points: Sequence[str]) -> Intervention:
     """Save every named point ("resid_post.15", "logits"), every pass, in the model's order."""
-    wanted = [(p, *_split(p)) for p in points]
+    wanted = [(p, *split(p)) for p in points]
 
     def intervention(m: Pass) -> None:
         for key, name, layer in wanted:
@@ -46,7 +47,7 @@ def capture(points: Sequence[str]) -> Intervention:
 
 def steer(point: str, vector: torch.Tensor, watch: Sequence[str]) -> Intervention:
     """Add `vector` at `point` to every token, then save what `watch` names."""
-    name, layer = _split(point)
+    name, layer = split(point)
     also = capture(watch)
 
     def intervention(m: Pass) -> None:
@@ -69,7 +70,7 @@ def ablate_head(layer: int, head: int, watch: Sequence[str]) -> Intervention:
 
 def lens(point: str) -> Intervention:
     """The token that the residual at `point` would predict at the last row of each pass."""
-    name, layer = _split(point)
+    name, layer = split(point)
 
     def intervention(m: Pass) -> None:
         m.save("lens", m.unembed(getattr(m, name)[layer][-1:]).argmax(-1))
@@ -79,7 +80,7 @@ def lens(point: str) -> Intervention:
 
 def probe(point: str, direction: torch.Tensor) -> Intervention:
     """Every row's projection onto `direction`."""
-    name, layer = _split(point)
+    name, layer = split(point)
 
     def intervention(m: Pass) -> None:
         m.save("probe", getattr(m, name)[layer] @ direction)
@@ -98,7 +99,7 @@ def force_token(id: int) -> Intervention:
 
 def gradient(point: str, ids: Sequence[int]) -> Intervention:
     """The gradient at `point` of the summed log-probability of the prompt's own next tokens."""
-    name, layer = _split(point)
+    name, layer = split(point)
     following = torch.tensor(ids[1:])[:, None]
 
     def intervention(m: Pass) -> None:
@@ -109,11 +110,6 @@ def gradient(point: str, ids: Sequence[int]) -> Intervention:
         m.save(point, x.grad)
 
     return intervention
-
-
-def _split(point: str) -> tuple[str, Any]:
-    name, _, layer = point.partition(".")
-    return name, int(layer) if layer else None
 
 
 def intervention_of(work: Work, dtype: torch.dtype) -> Intervention | None:

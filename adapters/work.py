@@ -88,6 +88,37 @@ class Gradient:
 Work = Nothing | Capture | Steer | Lens | Probe | AblateHead | ForceToken | Gradient
 
 
+def split(point: str) -> tuple[str, int | None]:
+    """A point's name and layer; None where it has none.
+
+    >>> split("resid_post.15"), split("logits"), split("model.norm")
+    (('resid_post', 15), ('logits', None), ('model.norm', None))
+    """
+    name, dot, layer = point.rpartition(".")
+    return (name, int(layer)) if dot and layer.isdigit() else (point, None)
+
+
+def layer_of(point: str) -> int:
+    """The layer of a point that has one.
+
+    >>> layer_of("resid_post.15")
+    15
+    """
+    layer = split(point)[1]
+    if layer is None:
+        raise ValueError(f"{point!r} names no layer: write it as in 'resid_post.15'")
+    return layer
+
+
+def not_among(points: Sequence[str], known: Sequence[str]) -> str | None:
+    """The first point that a column does not translate, or None: `known` are names without layers.
+
+    >>> not_among(("resid_post.1", "pattern.2"), ("resid_post", "z"))
+    'pattern.2'
+    """
+    return next((p for p in points if split(p)[0] not in known), None)
+
+
 def points_of(work: Work) -> tuple[str, ...]:
     """Every point that a work names.
 

@@ -8,8 +8,9 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from adapters.work import split
 from validation import errors as E
-from validation.finding import failed, finding, noted, split
+from validation.finding import failed, finding, noted
 from validation.verdict import FLOAT32_BOUND, Verdict, compare, float32_yardstick, grade, judge
 
 RNG = np.random.default_rng(3)

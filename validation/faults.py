@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from adapters.work import AblateHead, Adapter, Capture, ForceToken, Nothing, Outcome, Request, Steer, Work
-from validation.finding import Finding, split
+from adapters.work import AblateHead, Adapter, Capture, ForceToken, Nothing, Outcome, Request, Steer, Work, split
+from validation.finding import Finding
 
 Values = Mapping[str, Any]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from adapters.work import split
 from validation.verdict import Verdict
 
 What = Literal["read", "write", "value"]
@@ -26,16 +27,6 @@ class Finding:
     verdict: Word
     reason: str
     row: str | None = None
-
-
-def split(point: str) -> tuple[str, int | None]:
-    """A point's name and layer.
-
-    >>> split("resid_post.15"), split("logits")
-    (('resid_post', 15), ('logits', None))
-    """
-    name, dot, layer = point.rpartition(".")
-    return (name, int(layer)) if dot and layer.isdigit() else (point, None)
 
 
 def finding(what: What, point: str, verdict: Verdict, *, note: str = "") -> Finding:

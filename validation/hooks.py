@@ -13,6 +13,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from adapters.work import split
+
 if TYPE_CHECKING:
     import torch
 
@@ -61,16 +63,6 @@ def layout(model: Any) -> Layout:
     if kind not in LAYOUTS:
         raise UnknownPoint(f"the reference has no layout for model type {kind!r}; it has {', '.join(sorted(LAYOUTS))}")
     return LAYOUTS[kind]
-
-
-def split(point: str) -> tuple[str, int | None]:
-    """A point's name and layer.
-
-    >>> split("resid_post.15"), split("logits")
-    (('resid_post', 15), ('logits', None))
-    """
-    name, dot, layer = point.rpartition(".")
-    return (name, int(layer)) if dot else (layer, None)
 
 
 def head_shape(model: Any) -> tuple[int, int]:

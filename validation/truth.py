@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from adapters.work import Outcome, Request
+from adapters.work import Outcome, Request, split
 from validation import errors as E
 from validation.query import Query
 from validation.reference import References
@@ -112,8 +112,8 @@ class Answers:
         return _honest([measure(pooled(own, pick), exact) for own in self.own])
 
     def _depth(self, point: str) -> int:
-        layer = point.rpartition(".")[2]
-        return int(layer) + 1 if layer.isdigit() else self.depth
+        layer = split(point)[1]
+        return self.depth if layer is None else layer + 1
 
 
 def comparable(point: str, value: Any) -> E.Array:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from adapters.work import Capture, Gradient, Lens, Outcome, Probe, Request, Work
+from adapters.work import Capture, Gradient, Lens, Outcome, Probe, Request, Work, split
 from validation import errors as E
-from validation.finding import Finding, What, failed, finding, split
+from validation.finding import Finding, What, failed, finding
 from validation.truth import Answers, ModelShape, Passes, Truth, comparable, pooled
 from validation.verdict import compare, judge
 

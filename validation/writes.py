@@ -14,10 +14,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from adapters.work import AblateHead, Adapter, Capture, ForceToken, Outcome, Request, Shape, Steer
+from adapters.work import AblateHead, Adapter, Capture, ForceToken, Outcome, Request, Shape, Steer, split
 from validation import errors as E
 from validation import tokens, values
-from validation.finding import Finding, What, failed, finding, split
+from validation.finding import Finding, What, failed, finding
 from validation.query import Write
 from validation.truth import Answers, Passes, Truth, passes, pooled
 from validation.verdict import Verdict, judge

@@ -30,7 +30,10 @@ from adapters.work import (
     Shape,
     Steer,
     Work,
+    layer_of,
+    not_among,
     points_of,
+    split,
 )
 
 INSTALL = "pip install interp-engine==1.3.4"
@@ -96,8 +99,8 @@ class InterpEngineVLLM:
     def refuses(self, work: Work, shape: Shape) -> Refusal | None:
         if no := REFUSED.get(type(work)):
             return no
-        unknown = [p for p in points_of(work) if p.partition(".")[0] not in self.points]
-        return Refusal("not-expressible", self._why_not(unknown[0])) if unknown else None
+        unknown = not_among(points_of(work), self.points)
+        return Refusal("not-expressible", self._why_not(unknown)) if unknown else None
 
     def _why_not(self, point: str) -> str:
         if point == "logits":
@@ -150,12 +153,11 @@ class InterpEngineVLLM:
         """The fused lens: unembedded in the worker, the best token of every pass comes home."""
         import torch
 
-        layer = int(point.partition(".")[2])
         best, ids = [], []
         stream = self._model.lens_capture_readout_stream(
             request.token_ids,
             [point],
-            [{"layers": [layer], "jacobian": False}],
+            [{"layers": [layer_of(point)], "jacobian": False}],
             top_n=1,
             max_tokens=request.new_tokens,
             skip_before=len(request.token_ids) - 1,
@@ -169,9 +171,9 @@ class InterpEngineVLLM:
         import torch
         from interp_engine import AddSpec, LayerSteeringSpec, SteeringSpec
 
-        name, _, layer = point.partition(".")
+        name, layer = split(point)
         add = AddSpec(vector=torch.from_numpy(vector), scale=1.0)
-        return SteeringSpec(layers={int(layer): LayerSteeringSpec([add])}, point=name)
+        return SteeringSpec(layers={layer: LayerSteeringSpec([add])}, point=name)
 
     def install(self, work: Work) -> None:
         raise NotImplementedError(NO_INSTALL)

@@ -42,7 +42,9 @@ from adapters.work import (
     Shape,
     Steer,
     Work,
+    not_among,
     points_of,
+    split,
 )
 
 INSTALL = "pip install nnsight==0.8.1"
@@ -136,10 +138,8 @@ class NNsightEager:
             return None
         if self._family is None:
             return Refusal("model", f"this column knows no module names of the family {self._model_type!r}")
-        points = points_of(work)
-        unknown = [p for p in points if p.partition(".")[0] not in ("resid_post", "z", "logits")]
-        if unknown:
-            return Refusal("not-expressible", f"this column translates resid_post, z and logits, not {unknown[0]}")
+        if unknown := not_among(points_of(work), ("resid_post", "z", "logits")):
+            return Refusal("not-expressible", f"this column translates resid_post, z and logits, not {unknown}")
         return None
 
     def run(self, requests: Sequence[Request], work: Work) -> list[Outcome]:
@@ -186,13 +186,13 @@ class NNsightEager:
 
     def _site(self, point: str) -> Site:
         assert self._family is not None
-        name, _, layer = point.partition(".")
-        if name == "logits":
+        name, layer = split(point)
+        if layer is None:
             return Site(self._model, "logits", float("inf"))
-        block = at(self._model, self._family.layers)[int(layer)]
+        block = at(self._model, self._family.layers)[layer]
         if name == "z":
-            return Site(at(block, self._family.attention_out), "input", int(layer) + 0.2)
-        return Site(block, "pair" if self._family.pair else "output", int(layer) + 0.9)
+            return Site(at(block, self._family.attention_out), "input", layer + 0.2)
+        return Site(block, "pair" if self._family.pair else "output", layer + 0.9)
 
     def _program(self, work: Work) -> Program:
         """The one place where a work becomes nnsight."""

@@ -30,7 +30,9 @@ from adapters.work import (
     Shape,
     Steer,
     Work,
+    not_among,
     points_of,
+    split,
 )
 
 
@@ -149,9 +151,8 @@ class NNsightHF:
             return None
         if self._family is None:
             return Refusal("model", f"this column knows no module names of the family {self._model_type!r}")
-        unknown = [p for p in points_of(work) if p.partition(".")[0] not in ("resid_post", "z", "logits")]
-        if unknown:
-            return Refusal("not-expressible", f"this column translates resid_post, z and logits, not {unknown[0]}")
+        if unknown := not_among(points_of(work), ("resid_post", "z", "logits")):
+            return Refusal("not-expressible", f"this column translates resid_post, z and logits, not {unknown}")
         return None
 
     def run(self, requests: Sequence[Request], work: Work) -> list[Outcome]:
@@ -217,13 +218,13 @@ class NNsightHF:
 
     def _site(self, point: str) -> Site:
         assert self._family is not None
-        name, _, layer = point.partition(".")
-        if name == "logits":
+        name, layer = split(point)
+        if layer is None:
             return Site(at(self._model, self._family.head), "last", float("inf"))
-        block = at(self._model, self._family.layers)[int(layer)]
+        block = at(self._model, self._family.layers)[layer]
         if name == "z":
-            return Site(at(block, self._family.attention_out), "input", int(layer) + 0.2)
-        return Site(block, "output", int(layer) + 0.9)
+            return Site(at(block, self._family.attention_out), "input", layer + 0.2)
+        return Site(block, "output", layer + 0.9)
 
     def _program(self, work: Work) -> Program:
         """The one place where a work becomes nnsight."""

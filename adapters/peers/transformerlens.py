@@ -28,7 +28,9 @@ from adapters.work import (
     Shape,
     Steer,
     Work,
+    not_among,
     points_of,
+    split,
 )
 
 INSTALL = "pip install transformer-lens==4.3.0"
@@ -42,7 +44,7 @@ def hook_name(point: str) -> str:
     >>> hook_name("resid_post.3"), hook_name("z.3")
     ('blocks.3.hook_out', 'blocks.3.attn.hook_z')
     """
-    name, _, layer = point.partition(".")
+    name, layer = split(point)
     if name == "logits":
         return "unembed.hook_out"
     return {"resid_post": f"blocks.{layer}.hook_out", "z": f"blocks.{layer}.attn.hook_z"}[name]
@@ -50,10 +52,8 @@ def hook_name(point: str) -> str:
 
 def unknown(work: Work, known: Sequence[str]) -> Refusal | None:
     """The refusal of a point that is not translated here."""
-    for point in points_of(work):
-        if point.partition(".")[0] not in known:
-            return Refusal("not-expressible", f"this column translates {', '.join(known)}, not {point}")
-    return None
+    point = not_among(points_of(work), known)
+    return Refusal("not-expressible", f"this column translates {', '.join(known)}, not {point}") if point else None
 
 
 class TransformerLensHF:

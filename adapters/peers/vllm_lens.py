@@ -30,6 +30,8 @@ from adapters.work import (
     Shape,
     Steer,
     Work,
+    layer_of,
+    not_among,
     points_of,
 )
 
@@ -78,8 +80,8 @@ class VLLMLens:
     def refuses(self, work: Work, shape: Shape) -> Refusal | None:
         if no := REFUSED.get(type(work)):
             return no
-        other = [p for p in points_of(work) if not p.startswith("resid_post.")]
-        return Refusal("not-expressible", f"{ONLY_LAYERS} not {other[0]}") if other else None
+        other = not_among(points_of(work), ("resid_post",))
+        return Refusal("not-expressible", f"{ONLY_LAYERS} not {other}") if other else None
 
     def run(self, requests: Sequence[Request], work: Work) -> list[Outcome]:
         params = [self._sampling_params(**s, extra_args=_extra(work)) for s in sampling(requests)]
@@ -115,22 +117,18 @@ class VLLMLens:
         }
 
 
-def _layer(point: str) -> int:
-    return int(point.partition(".")[2])
-
-
 def _extra(work: Work) -> dict[str, Any] | None:
     """The one place where a work becomes vLLM-Lens."""
     import torch
 
     match work:
         case Capture(points):
-            return {"output_residual_stream": sorted(map(_layer, points))}
+            return {"output_residual_stream": sorted(map(layer_of, points))}
         case Steer(point, vector, watch):
             from vllm_lens import SteeringVector
 
-            add = SteeringVector(activations=torch.from_numpy(vector)[None], layer_indices=[_layer(point)], scale=1.0)
-            read = {"output_residual_stream": sorted(map(_layer, watch))} if watch else {}
+            add = SteeringVector(activations=torch.from_numpy(vector)[None], layer_indices=[layer_of(point)], scale=1.0)
+            read = {"output_residual_stream": sorted(map(layer_of, watch))} if watch else {}
             return {"apply_steering_vectors": [add], **read}
         case Lens() | Probe():
             return {"apply_hooks": [_hook(work)]}
@@ -145,19 +143,19 @@ def _hook(work: Capture | Lens | Probe) -> Any:
 
     match work:
         case Capture(points):
-            return Hook(fn=_keeper(lambda ctx, h: h.cpu()), layer_indices=sorted(map(_layer, points)))
+            return Hook(fn=_keeper(lambda ctx, h: h.cpu()), layer_indices=sorted(map(layer_of, points)))
         case Lens(point):
 
             def best(ctx: Any, h: Any) -> Any:
                 m = ctx.model
                 return m.logits_processor(m.lm_head, m.model.norm(h[-1:])).argmax(-1).cpu()
 
-            return Hook(fn=_keeper(best), layer_indices=[_layer(point)])
+            return Hook(fn=_keeper(best), layer_indices=[layer_of(point)])
         case Probe(point, direction):
             import torch
 
             w = torch.from_numpy(direction)
-            return Hook(fn=_keeper(lambda ctx, h: (h.float() @ w.to(h.device)).cpu()), layer_indices=[_layer(point)])
+            return Hook(fn=_keeper(lambda ctx, h: (h.float() @ w.to(h.device)).cpu()), layer_indices=[layer_of(point)])
 
 
 def _keeper(of: Callable[[Any, Any], Any]) -> Callable[[Any, Any], None]:
@@ -174,14 +172,14 @@ def _values(work: Work, output: Any) -> dict[str, Any]:
     points = work.points if isinstance(work, Capture) else getattr(work, "watch", ())
     if not points:
         return {}
-    layers = sorted(map(_layer, points))
+    layers = sorted(map(layer_of, points))
     stream = output.activations["residual_stream"]
-    return {p: stream[layers.index(_layer(p))] for p in points}
+    return {p: stream[layers.index(layer_of(p))] for p in points}
 
 
 def _saved(work: Capture | Lens | Probe, saved: Mapping[int, Sequence[Any]]) -> dict[str, Any]:
     import torch
 
     if isinstance(work, Capture):
-        return {p: torch.cat(list(saved[_layer(p)])) for p in work.points}
-    return {"lens" if isinstance(work, Lens) else "probe": torch.cat(list(saved[_layer(work.point)]))}
+        return {p: torch.cat(list(saved[layer_of(p)])) for p in work.points}
+    return {"lens" if isinstance(work, Lens) else "probe": torch.cat(list(saved[layer_of(work.point)]))}
