@@ -212,5 +212,19 @@ class Adapter(Protocol):
         """The engine arguments actually used, as JSON-able data: stored with every process and printed."""
 
 
-class MissingLibrary(Exception):
+class BootRefused(Exception):
+    """Raised by `boot` when the column can do nothing with this model; the message is the refusal's sentence."""
+
+    code = "model"
+
+
+class MissingLibrary(BootRefused):
     """Raised by `boot` when the column's library is not importable; the message is the install line."""
+
+    code = "no-library"
+
+
+class MissingDevice(BootRefused):
+    """Raised by `boot` when the column needs hardware that this machine lacks; the message says what, and why."""
+
+    code = "no-device"

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from adapters.work import MissingDevice, MissingLibrary
 from harness import contamination, fingerprint, visit
 from harness.costs import costs_of, save_costs
 from harness.grid import UsageError
@@ -128,9 +129,10 @@ def _replan(session: Session, done: int, progress: Quiet) -> None:
 
 
 def _worth_trying(session: Session, number: int, slot: str, rows: list[Row]) -> list[Row]:
-    """The rows less those that failed in each of the last rounds, and those of a column without its library."""
+    """The rows less those that failed in each of the last rounds, and those of a column that cannot boot here."""
     store = read(session.path)
-    refusals = {r["row"]: r for r in store.refusals if r["code"] == "no-library" and slot_of(r) == slot}
+    never = (MissingLibrary.code, MissingDevice.code)
+    refusals = {r["row"]: r for r in store.refusals if r["code"] in never and slot_of(r) == slot}
     failed = [f for f in store.failed if slot_of(f) == slot and not f.get("retry")]
     keep = []
     for row in rows:

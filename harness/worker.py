@@ -22,7 +22,7 @@ from typing import Any
 
 from adapters.columns import Column, make
 from adapters.work import (
-    MissingLibrary,
+    BootRefused,
     Settings,
 )
 from harness import clock, fingerprint, workloads
@@ -100,9 +100,9 @@ def serve(spec: Spec, send: Callable[..., None]) -> None:
     try:
         adapter = make(Column(**spec.column))
         adapter.boot(model, settings)
-    except MissingLibrary as missing:
+    except BootRefused as no:
         for asked in spec.rows:
-            send("refusal", row=asked["name"], code="no-library", reason=str(missing))
+            send("refusal", row=asked["name"], code=no.code, reason=str(no))
         return
     bench = None
     try:
