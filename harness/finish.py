@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.session import NOT_SELECTED
 from harness.store import Store, home, read
 
 if TYPE_CHECKING:
@@ -120,32 +120,9 @@ def write_reports(store: Store, cells: Sequence[Cell], html: Path, floors: Floor
     return [html.resolve(), markdown.resolve()]
 
 
-def share_of(cell: Any) -> float | None:
-    """The share that the cell's verdict is about: of vanilla, or of the plain engine that it is read against."""
-    shares = {"vanilla": cell.share_vanilla, "vanilla-eager": cell.share_eager, "hf": cell.share_hf}
-    return shares.get(cell.against or "vanilla")
+def table_of(cells: Sequence[Cell]) -> list[str]:
+    """The verdicts, rows by columns, in this terminal's width."""
+    from reports.terminal import render
 
-
-def short(cell: Any) -> str:
-    """A cell in a few characters."""
-    if cell.verdict == "UNSUPPORTED":
-        return "." if cell.code == NOT_SELECTED else "-"
-    if cell.verdict in ("INVALID", "MISSING"):
-        return str(cell.verdict)
-    if cell.verdict == "REFERENCE" or share_of(cell) is None:
-        return "" if cell.value is None else f"{cell.value:.4g} {cell.unit}"
-    return f"{100 * (share_of(cell) or 0):.0f} % {cell.verdict}"
-
-
-def table_of(cells: Sequence[Any]) -> list[str]:
-    """Rows by columns: the share of the plain engine and the verdict; values where there is nothing to compare with."""
-    columns = list(dict.fromkeys(c.column for c in cells))
-    rows = list(dict.fromkeys(c.row for c in cells))
-    text = {(c.row, c.column): short(c) for c in cells}
-    table = [["", *columns], *([r, *(text.get((r, c), "") for c in columns)] for r in rows)]
-    wide = [max(len(line[i]) for line in table) for i in range(len(columns) + 1)]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, wide, strict=True)).rstrip() for line in table]
-    reasons = dict.fromkeys(
-        f"{c.column}, {c.row}: {c.verdict}: {c.reason}" for c in cells if c.verdict in ("INVALID", "MISSING")
-    )
-    return [*lines, *([""] if reasons else []), *reasons]
+    text = render(cells, width=shutil.get_terminal_size((120, 24)).columns)
+    return text.replace("\xa0", " ").splitlines()  # a value and its unit, wrapped by now, as people type them

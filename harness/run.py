@@ -90,8 +90,9 @@ def _round(session: Session, number: int, progress: Quiet) -> None:
         rows = [r for r in session.choice.rows if (number, r.name, slot) not in session.done]
         if not rows:
             continue
+        if not measured:
+            _host_probe(session, number, order)
         measured = True
-        _host_probe(session, number, order)
         seen += contamination.device_strangers()
         left = _worth_trying(session, number, slot, rows)
         visit.measure(Visit(session, progress, lambda v: _left(session, v), number, order, slot, left))

@@ -132,7 +132,7 @@ def test_run_and_then_everything_on_its_store(said: Said, here: Path, monkeypatc
     only = json.loads(said("show", "--json", "--rows", "steer", "--columns", "fake-*")[1])
     assert [(c["row"], c["column"]) for c in only] == [("steer", "fake-a"), ("steer", "fake-b")]
     code, out, _ = said("show")
-    assert re.search(r"^generate +[\d.]+ tok/s +\d+ % UNCLEAR", out, re.M)
+    assert re.search(r"^generate +[\d.]+ tok/s ● +\d+ ~", out, re.M)
     assert said("show", "--rows", "ster")[0] == 2
 
     code, out, _ = said("report", "--report", "out/r.html")

@@ -38,7 +38,7 @@ def test_a_session_from_beginning_to_end(measure: Measure, heard: Any) -> None:
     store = measure(rounds=2, runs=2)
     session = store.session
     assert session["schema"] == "1.0"
-    assert session["plan"] == [["vanilla", "fake-a", "fake-b"], ["fake-b", "fake-a", "vanilla"]]
+    assert session["plan"] == [["vanilla", "fake-a", "fake-b"], ["fake-a", "fake-b", "vanilla"]]
     assert [(p["round"], p["order"], p["column"]) for p in store.processes] == [
         (r, o, c) for r, columns in enumerate(session["plan"]) for o, c in enumerate(columns)
     ]

@@ -179,10 +179,9 @@ def test_a_planted_five_percent_is_found(columns: tuple[str, ...], rounds: int, 
 def test_a_planted_five_percent_is_found_among_columns_that_differ_from_nothing() -> None:
     """Most cells null is where a discrete test and Benjamini-Hochberg find nothing at all at 6 rounds."""
     by_ours = by_signs = 0
-    plan = [[FOUR[i] for i in order] for order in ([0, 1, 3, 2], [1, 2, 0, 3], [2, 3, 1, 0], [3, 0, 2, 1]) * 2][:6]
     for s in range(100):
-        speed = drifting_host(s, FOUR, 6, {"tapgrid-eager": SLOWER}, plan=plan)
-        cells = judge(session(speed, columns=FOUR, rows=ROWS, plan=plan))
+        speed = drifting_host(s, FOUR, 6, {"tapgrid-eager": SLOWER})
+        cells = judge(session(speed, columns=FOUR, rows=ROWS, rounds=6))
         signs = stats.benjamini_hochberg([c.p_exact for c in cells])
         at = next(i for i, c in enumerate(cells) if (c.row, c.column) == ("steer", "tapgrid-eager"))
         by_ours += cells[at].verdict == "SLOWER"
