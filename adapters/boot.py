@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from adapters.errors import LoadError
 from adapters.runtime import Engine, Runtime
-from adapters.selftest import check_taps
+from adapters.selftest import check_ranks, check_taps
 
 EngineName = Literal["hf", "vllm"]
-BackendName = Literal["eager", "taps"]
+BackendName = Literal["eager", "taps", "sharded"]
 
 
 def load(
@@ -20,6 +20,7 @@ def load(
     engine: EngineName = "hf",
     backend: BackendName = "eager",
     taps: Sequence[str] | None = None,
+    tp: int | None = None,
     dtype: str = "bfloat16",
     resolve: Callable[[str], Path] | None = None,
     **arguments: Any,
@@ -30,18 +31,24 @@ def load(
         model: a local folder in `transformers` format, or a name that `resolve` turns into one.
         engine: "hf" for `transformers`, "vllm" for vLLM.
         backend: "eager" reaches every location, through hooks on the touched modules only. "taps" compiles the model
-            and keeps the declared points live inside it.
-        taps: the points that stay live under backend="taps": "resid_post.*" (every layer), "z.10", "embed".
-            `logits` and `sampled` are always reachable.
+            and keeps the declared points live inside it. "sharded" splits it over `tp` ranks, and what interventions
+            see is whole all the same.
+        taps: the points that stay live in a compiled model: "resid_post.*" (every layer), "z.10", "embed".
+            `logits` and `sampled` are always reachable. With backend="sharded" the model is compiled if there are any.
+        tp: how many ranks backend="sharded" splits the model over.
         arguments: passed to the engine, on top of what every tapgrid engine boots with.
 
     Raises LoadError for a combination that cannot work, with what to change.
     """
-    if (backend == "taps") != (taps is not None):
+    if backend == "taps" and taps is None:
         raise LoadError(
             "backend='taps' needs taps=[...], the points that stay live in the compiled model: taps=['resid_post.*']"
-            if backend == "taps"
-            else f"taps={list(taps or ())} needs backend='taps'; backend={backend!r} reaches every point undeclared"
+        )
+    if backend == "eager" and taps is not None:
+        raise LoadError(f"taps={list(taps)} needs backend='taps'; backend='eager' reaches every point undeclared")
+    if (backend == "sharded") != (tp is not None) or (tp is not None and tp < 2):
+        raise LoadError(
+            f"tp={tp} with backend={backend!r}: backend='sharded' and tp=2 or more go together, and nothing else does"
         )
     if isinstance(taps, str):
         raise LoadError(f"taps is a list of points: taps=[{taps!r}]")
@@ -56,8 +63,11 @@ def load(
                 f"{str(model)!r} is not a folder; tapgrid.load also takes names of embedded models and hub ids"
             )
         path = resolve(str(model))
-    runtime = Runtime(booted(path, dtype, list(taps or ()), arguments))
-    if backend == "taps":
+    more = arguments if tp is None else {**arguments, "tp": tp}
+    runtime = Runtime(booted(path, dtype, list(taps or ()), more))
+    if tp is not None:
+        check_ranks(runtime)
+    if taps is not None:
         check_taps(runtime)
     return runtime
 
@@ -86,9 +96,16 @@ def _vllm_taps(path: Path, dtype: str, taps: list[str], arguments: dict[str, Any
     return load_vllm(path, dtype=dtype, taps=taps, **arguments)
 
 
+def _vllm_sharded(path: Path, dtype: str, taps: list[str], arguments: dict[str, Any]) -> Engine:
+    from adapters.engines.vllm_sharded import load_vllm_sharded
+
+    return load_vllm_sharded(path, dtype=dtype, taps=taps or None, **arguments)
+
+
 _ENGINES_OF: dict[tuple[str, str], Callable[[Path, str, list[str], dict[str, Any]], Engine]] = {
     ("hf", "eager"): _hf_eager,
     ("vllm", "eager"): _vllm_eager,
     ("hf", "taps"): _hf_taps,
     ("vllm", "taps"): _vllm_taps,
+    ("vllm", "sharded"): _vllm_sharded,
 }

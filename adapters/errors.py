@@ -60,6 +60,14 @@ class NotDeclaredError(InterventionError):
     """The point is not among the taps that the engine was loaded with."""
 
 
+class ShardingError(InterventionError):
+    """A tensor of a model that is split over ranks, and nothing in the engine's plan says how: it cannot be whole."""
+
+
+class RanksDivergedError(InterventionError):
+    """An intervention did something else on another rank, so there is no one value to read or to write."""
+
+
 class LoadError(Exception):
     """The engine cannot be loaded this way; the message says what to change."""
 

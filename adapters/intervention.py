@@ -269,6 +269,8 @@ class Pass:
             live.wrote = True
             if live.written is not None:
                 live.written.append(Written(loc, self._first, self._n, copied(value)))
+            if live.trail is not None:
+                live.trail.add(f"{loc} written (step {self.step})", value)
         if self._back is not None:
             self._write_back(value)
             return

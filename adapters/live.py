@@ -9,6 +9,7 @@ from adapters.saves import check
 
 if TYPE_CHECKING:
     from adapters.intervention import Pass
+    from adapters.ranks import Trail
     from adapters.recompute import Written
     from adapters.sites import Location
 
@@ -22,6 +23,7 @@ class Live:
         seen: positions that interventions have been given: what a pass computes below it is computed again.
         drawn: tokens that the passes of this request have drawn; `spoilt` of them by a pass that failed.
         written: every write, for an engine that may compute positions again; None for one that never does.
+        trail: what was written, as digests, for a model that is split over ranks; None for one that is not.
     """
 
     id: str
@@ -37,6 +39,7 @@ class Live:
     drawn: int = 0
     spoilt: int = 0
     written: list[Written] | None = None
+    trail: Trail | None = None
 
     @property
     def ended(self) -> bool:

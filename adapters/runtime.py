@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -16,6 +16,9 @@ from adapters.prompts import Prompt, prompts_of
 from adapters.sampling import Sampling
 from adapters.saves import joined
 from adapters.trace import steps_of, trace_of
+
+if TYPE_CHECKING:
+    from adapters.sharded import Sharding
 
 
 @dataclass(repr=False)
@@ -70,6 +73,7 @@ class Ask:
     body: Any = None
     check_finite: bool = False
     grad: bool = False
+    check_ranks: bool = False
 
     @property
     def work(self) -> bool:
@@ -159,6 +163,7 @@ class Runtime:
         on_error: Literal["raise", "return"] = "raise",
         check_finite: bool = False,
         grad: bool = False,
+        check_ranks: bool = False,
     ) -> list[Output]:
         """Generate from every prompt at once, with `intervention` called once per forward pass of each request.
 
@@ -172,6 +177,8 @@ class Runtime:
             check_finite: whether a read or a write that holds NaN or infinity is an error.
             grad: whether reads are part of autograd's graph, so that `.grad` of what was read is there after a
                 `backward()` inside the intervention. Each prompt is then computed alone; `max_new_tokens` must be 1.
+            check_ranks: whether everything that is read and saved is compared between the ranks of a model that is
+                split over several; a difference is an error that names the point.
 
         Returns one Output per prompt, in order.
         """
@@ -184,7 +191,7 @@ class Runtime:
         if grad:
             self._check_grad(max_new_tokens)
         asks = [
-            Ask(self._next_id(), ids, sampling, (*shared, *((f,) if f else ())), None, check_finite, grad)
+            Ask(self._next_id(), ids, sampling, (*shared, *((f,) if f else ())), None, check_finite, grad, check_ranks)
             for ids, f in zip(asked, own, strict=True)
         ]
         outputs = self.engine.run(asks)
@@ -230,6 +237,16 @@ class Runtime:
     def why_not(self, name: str, layer: int | None = None) -> str | None:
         """Why a point cannot be read here, or None when it can."""
         return self.engine.points.why_not(name, layer)
+
+    def sharding(self) -> Sharding:
+        """Which modules are split over which ranks, as the engine's own plan says; printing it lists them.
+
+        LoadError for an engine that is not split.
+        """
+        found: Sharding | None = getattr(self.engine, "sharding", None)
+        if found is None:
+            raise LoadError("this model is on one rank, so nothing is split: load(..., backend='sharded', tp=2)")
+        return found
 
     @property
     def tokenizer(self) -> Any:

@@ -1,5 +1,6 @@
-"""The boot self-test of a compiled engine: every declared tap is counted in one real prefill and one real decode step.
+"""The boot self-tests, of a compiled engine and of one that is split over ranks.
 
+In a compiled one, every declared tap is counted in one real prefill and one real decode step.
 A dead tap is silent: the model still speaks, the captures are just somebody else's or none. A stale compile cache, code
 shared with an untapped instance, a hook that came after compilation, a full graph replayed over the tap, a pass that
 undid the split: each shows here as a count that is not two, or as a write that changed nothing.
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from adapters.errors import InterventionError, LoadError
-from adapters.points import Location
+from adapters.points import PER_LAYER, Location, Points
 
 if TYPE_CHECKING:
     from adapters.intervention import Pass
@@ -85,3 +86,31 @@ def _deaf(runtime: Runtime, locations: list[Location]) -> list[Location]:
 def _one_of_each(locations: list[Location]) -> list[Location]:
     """The last declared tap of every point: writes share the operator, so one of each name shows that it is right."""
     return list({loc.name: loc for loc in locations}.values())
+
+
+def check_ranks(runtime: Runtime) -> None:
+    """Read every point of a model that is split over ranks once: LoadError for one that cannot be made whole.
+
+    Where all ranks should hold the same, that is compared in this pass; later reads there cost no communication.
+    """
+    engine = runtime.engine
+    locations = sorted(engine.declared() or _everywhere(engine.points), key=lambda loc: loc.rank)
+
+    def read(m: Pass) -> None:
+        for loc in locations:
+            m._read(loc)
+
+    try:
+        out = runtime.run([PROMPT], read, max_new_tokens=1, ignore_eos=True, on_error="return")[0]
+        if out.error is not None:
+            raise LoadError(f"self-test of the split model: {out.error}") from out.error
+    except BaseException:
+        runtime.close()
+        raise
+
+
+def _everywhere(points: Points) -> list[Location]:
+    """One location a place, for all that is held as a tensor."""
+    names = [n for n in points.names() if n not in ("pattern", "logits", "sampled")]
+    found = [points.at(n, layer) for n in names for layer in (points.layers(n) if n in PER_LAYER else (None,))]
+    return list({loc.key: loc for loc in found}.values())

@@ -31,6 +31,8 @@ class VLLMEngine:
     """vLLM with our worker class; one step loop of our own, so that a request can be ended from inside."""
 
     gradients = False
+    # Whether the model is split over ranks.
+    sharded = False
 
     def __init__(self, llm: Any, arguments: dict[str, Any], host: Any) -> None:
         from vllm.sampling_params import RequestOutputKind
@@ -98,9 +100,9 @@ class VLLMEngine:
         if self.host is not None:
             self.host.carried[ask.id] = Carried(ask.fns, ask.check_finite, ask.body)
             return ask.id
-        same = (*map(id, ask.fns), ask.check_finite)
+        same = (*map(id, ask.fns), ask.check_finite, ask.check_ranks)
         if same not in packed:
-            packed[same] = Carried(ask.fns, ask.check_finite).packed()
+            packed[same] = Carried(ask.fns, ask.check_finite, check_ranks=ask.check_ranks).packed()
         return packed[same]
 
     def _serve(self, ids: Mapping[str, Ask]) -> dict[str, tuple[int, ...]]:
@@ -135,12 +137,13 @@ class VLLMEngine:
         carried = [id for id, a in ids.items() if a.work]
         if not carried:
             return {}
-        if self.host is not None:
-            found = self.host.collect(carried, packed=False)
-        else:
-            answers = self.llm.collective_rpc("tapgrid_collect", args=(carried,))[0]
-            found = [kept and kept.unpacked() for kept in pickle.loads(answers)]
+        found = self._fetch(carried) if self.host is None else self.host.collect(carried, packed=False)
         return {id: kept for id, kept in zip(carried, found, strict=True) if kept is not None}
+
+    def _fetch(self, carried: list[str]) -> list[Kept | None]:
+        """What the worker in its own process kept for these requests."""
+        answers = self.llm.collective_rpc("tapgrid_collect", args=(carried,))[0]
+        return [kept and kept.unpacked() for kept in pickle.loads(answers)]
 
     def _output(self, ask: Ask, tokens: tuple[int, ...], kept: Kept | None) -> Output:
         if not ask.work:
@@ -171,14 +174,24 @@ class VLLMEngine:
 
 
 def load_vllm(
-    path: Path, *, dtype: str, settings: Settings | None = None, taps: Sequence[str] | None = None, **overrides: Any
+    path: Path,
+    *,
+    dtype: str,
+    settings: Settings | None = None,
+    taps: Sequence[str] | None = None,
+    make: type[VLLMEngine] = VLLMEngine,
+    **overrides: Any,
 ) -> VLLMEngine:
     """Boot vLLM on a local folder. Eager, or compiled with `taps` inside.
 
-    `overrides` are keyword arguments of `vllm.LLM`.
+    `overrides` are keyword arguments of `vllm.LLM`; `make` is the client's class.
     """
     check_arguments(overrides)
     settings = settings or Settings(dtype=dtype)
+    if not make.sharded and overrides.get("tensor_parallel_size", settings.tensor_parallel) > 1:
+        raise LoadError(
+            "a rank of a tensor-parallel engine holds slices: load(..., backend='sharded', tp=...) makes them whole"
+        )
     arguments = {**vllm_arguments(path, settings, eager=taps is None), "worker_cls": WORKER, **overrides}
     if taps is not None:
         arguments["additional_config"] = {**(overrides.get("additional_config") or {}), TAPS: list(taps)}
@@ -199,7 +212,7 @@ def load_vllm(
             if len(WORKERS) > before and llm.llm_engine.vllm_config.parallel_config.world_size == 1
             else None
         )
-    return VLLMEngine(llm, arguments, host)
+    return make(llm, arguments, host)
 
 
 @contextmanager

@@ -85,8 +85,17 @@ class WorkerHost:
             carried = self._unpickled.get(payload) or cloudpickle.loads(payload)
             self._unpickled[payload] = carried
         self.il.recomputes = _may_preempt(self.runner)
-        self.live[id] = self.il.live(id.rsplit("-", 1)[0], carried.fns, carried.body, carried.check_finite)
+        self.live[id] = live = self.il.live(id.rsplit("-", 1)[0], carried.fns, carried.body, carried.check_finite)
+        self.admitted(live, carried)
         self._attach_seams()
+
+    def admitted(self, live: Live, carried: Carried) -> None:
+        """A request has come; nothing more is to be done for it here."""
+
+    def kept(self, live: Live) -> Kept:
+        """What a request that is over left."""
+        live.close()
+        return Kept(live.saves, live.error, live.stopped, live.drawn - live.spoilt)
 
     def collect(self, ids: Sequence[str], *, packed: bool) -> Any:
         """Take finished requests off: what they left, in the order of `ids`; None for one that never came."""
@@ -94,9 +103,7 @@ class WorkerHost:
         for id in ids:
             live = self.live.pop(id, None)
             self.ended.pop(id, None)
-            if live is not None:
-                live.close()
-            found.append(None if live is None else Kept(live.saves, live.error, live.stopped, live.drawn - live.spoilt))
+            found.append(None if live is None else self.kept(live))
         if not self.live:
             self._detach_seams()
             self.hooks.clear()
@@ -184,10 +191,14 @@ class Worker(PlatformWorker):  # type: ignore[misc]
 
             tokenizer = AutoTokenizer.from_pretrained(self.model_config.tokenizer)
         taps = (self.vllm_config.additional_config or {}).get(TAPS)
-        self.tapgrid = host = WorkerHost(self.model_runner, tokenizer, taps)
+        self.tapgrid = host = self.tapgrid_host(tokenizer, taps)
         if taps is not None and has_cuda():
             demote_when(self.model_runner.cudagraph_dispatcher, lambda: bool(host.live))
         WORKERS.append(self)
+
+    def tapgrid_host(self, tokenizer: Any, taps: Sequence[str] | None) -> WorkerHost:
+        """Interventions beside this worker's model runner, which has loaded its model."""
+        return WorkerHost(self.model_runner, tokenizer, taps)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         host = self.tapgrid

@@ -22,6 +22,7 @@ class Carried:
     fns: tuple[Any, ...]
     check_finite: bool = False
     body: Any = None
+    check_ranks: bool = False
 
     def packed(self) -> bytes:
         """As bytes: functions by value where they are the user's, by name where they are importable."""
@@ -43,12 +44,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Kept:
-    """What a request left: its saves, its error, whether it stopped itself, and how many of its tokens it keeps."""
+    """What a request left: its saves, its error, whether it stopped itself, and how many of its tokens it keeps.
+
+    `trail` is what one rank of several did for it, to be compared with the others' (`adapters/ranks.py`).
+    """
 
     saves: Mapping[str, Any]
     error: Any
     stopped: bool
     tokens: int
+    trail: tuple[tuple[str, int], ...] = ()
 
     def packed(self) -> Kept:
         """Ready for the wire: a name whose entries are rows of one kind becomes one tensor and its lengths."""
