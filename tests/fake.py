@@ -10,6 +10,7 @@ process_noise sd of the log time of a process (0.02)               missing the i
 crash, raise, hang    the row (or "boot", "close") in which to die, raise, sleep for ever
 wrong         "shift" (values of the token before), "nan", "short" (a token too few), "write" (writes do not land)
 refuse        names of kinds of work to refuse                      rounds  only in these rounds (default: all)
+host          log speed of the host at each process, by the start of its name ("r0-1"): drift
 """
 
 from __future__ import annotations
@@ -183,7 +184,8 @@ class Fake:
         self.rng = np.random.default_rng([zlib.crc32(process.encode()), plan.get("seed", 0)])
         self.clock = _Clock()
         self.installed: Work | None = None
-        self.pace = float(np.exp(self.rng.normal(0, plan.get("process_noise", 0.02))))
+        host = plan.get("host", {}).get("-".join(process.split("-")[:2]), 0.0)
+        self.pace = float(np.exp(self.rng.normal(0, plan.get("process_noise", 0.02)) - host))
 
     def boot(self, model: Path, settings: Settings) -> None:
         print("fake engine booting on stdout")
