@@ -70,6 +70,12 @@ _OWN = [
         library="interp_engine",
     ),
     _own(
+        "interp-engine-hf",
+        "peers.interp_engine_hf:InterpEngineHF",
+        "interp-engine on transformers, one prompt a call",
+        library="interp_engine",
+    ),
+    _own(
         "transformerlens-vllm",
         "peers.transformerlens_vllm:TransformerLensVLLM",
         "TransformerLens in compiled vLLM, one prompt a call",
@@ -91,6 +97,19 @@ _OWN = [
         library="transformer_lens",
     ),
     _own("vllm-lens", "peers.vllm_lens:VLLMLens", "vLLM-Lens, which makes vLLM eager", plugin="activations"),
+    _own(
+        "vllm-extract",
+        "peers.vllm_extract:VLLMExtract",
+        "compiled vLLM, its own extraction of every layer's hidden states",
+        compiled=True,
+    ),
+    _own(
+        "hotwire",
+        "peers.hotwire:Hotwire",
+        "hotwire in compiled vLLM on a GPU, steering only",
+        compiled=True,
+        plugin="hotwire",
+    ),
 ]
 
 

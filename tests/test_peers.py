@@ -18,13 +18,24 @@ import pytest
 
 from adapters.columns import all_columns, make
 from adapters.engines.settings import environment
-from adapters.peers import nnsight, nnsight_hf, nnsight_works, transformerlens, transformerlens_vllm, vanilla
+from adapters.peers import (
+    hotwire,
+    nnsight,
+    nnsight_hf,
+    nnsight_works,
+    transformerlens,
+    transformerlens_vllm,
+    vanilla,
+    vllm_extract,
+)
 from adapters.work import (
     AblateHead,
+    BootRefused,
     Capture,
     ForceToken,
     Gradient,
     Lens,
+    MissingDevice,
     MissingLibrary,
     Nothing,
     Probe,
@@ -63,7 +74,7 @@ def names(works: list[Work]) -> list[str]:
 
 def test_importing_a_peers_file_imports_no_library() -> None:
     modules = sorted({c.target.partition(":")[0] for c in PEERS.values()})
-    heavy = ("torch", "vllm", "transformers", "nnsight", "interp_engine", "transformer_lens", "vllm_lens")
+    heavy = ("torch", "vllm", "transformers", "nnsight", "interp_engine", "transformer_lens", "vllm_lens", "hotwire")
     code = (
         f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m)\n"
         f"print(sorted(set({heavy!r}) & set(sys.modules)))"
@@ -89,6 +100,8 @@ LIBRARY = {
     "interp-engine": "interp_engine",
     "transformerlens": "transformer_lens",
     "vllm-lens": "vllm_lens",
+    "vllm-extract": "vllm",
+    "hotwire": "hotwire",
 }
 
 
@@ -99,7 +112,8 @@ def test_a_missing_library_gives_the_install_line(name: str, monkeypatch: pytest
     for loaded in [m for m in sys.modules if m.split(".")[0] == library or m == "adapters.peers.nnsight_cpu"]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, library, None)
-    # The engine below must be there for the peer's own absence to be what is met first.
+    # The engine and the device below must be there for the peer's own absence to be what is met first.
+    monkeypatch.setattr("adapters.peers.hotwire.has_gpu", lambda: True)
     if library not in ("vllm", "transformers"):
         monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
     with pytest.raises(MissingLibrary, match=r"install"):
@@ -289,6 +303,108 @@ def test_interp_engine_refuses_with_its_own_reasons() -> None:
         hooked.install(Capture(("resid_post.1",)))
 
 
+def test_interp_engine_on_transformers_translates_every_work() -> None:
+    from adapters.peers.interp_engine_hf import InterpEngineHF
+
+    adapter = InterpEngineHF()
+    assert [w for w in EVERY_WORK if adapter.refuses(w, SHAPE)] == []
+    refusal = adapter.refuses(Capture(("z.1", "logits", "pattern.2")), SHAPE)
+    assert isinstance(refusal, Refusal)
+    assert refusal == Refusal("not-expressible", "this column translates resid_post, z, logits, not pattern.2")
+    with pytest.raises(NotImplementedError, match="stays on the engine"):
+        adapter.install(Capture(("resid_post.1",)))
+
+
+# --- vLLM's own extraction ---
+
+
+def test_extraction_reads_whole_layers_and_nothing_else() -> None:
+    adapter = vllm_extract.VLLMExtract()
+    fine = [w for w in EVERY_WORK if adapter.refuses(w, SHAPE) is None]
+    assert names(fine) == ["Nothing", "Capture", "Probe"]
+    for work in EVERY_WORK:
+        if refusal := adapter.refuses(work, SHAPE):
+            assert refusal.code == "not-expressible"
+            assert refusal.sentence.startswith("vLLM's own extraction writes the residual stream")
+    refusal = adapter.refuses(Capture(("resid_post.1", "z.2")), SHAPE)
+    assert isinstance(refusal, Refusal)
+    assert refusal.sentence.endswith("does not hold z.2")
+    with pytest.raises(NotImplementedError, match="changes nothing"):
+        adapter.run([Request("a", (1,), 1)], Steer("resid_post.1", VECTOR))
+    with pytest.raises(NotImplementedError, match="changes nothing"):
+        adapter.install(Steer("resid_post.1", VECTOR))
+
+
+def test_extraction_is_asked_for_the_output_of_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    for gpu, connector in ((False, "CPUConnector"), (True, "ExampleHiddenStatesConnector")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        made = vllm_extract.extraction(3, "/files")
+        chosen = made["speculative_config"]["draft_model_config"]["hf_config"]
+        assert chosen == {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}  # 0 is the embedding
+        assert made["kv_transfer_config"]["kv_connector"] == connector
+        assert ("kv_connector_module_path" in made["kv_transfer_config"]) is not gpu
+        assert made["kv_transfer_config"]["kv_connector_extra_config"] == {"shared_storage_path": "/files"}
+
+
+def test_a_model_that_hands_out_no_hidden_states_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=2))
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda model: config)
+    said = ["Model does not support EAGLE3 interface but aux_hidden_state_outputs was requested", "out of memory"]
+
+    def no_engine(**arguments: Any) -> None:
+        raise RuntimeError(said.pop(0))
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=no_engine))
+    adapter = vllm_extract.VLLMExtract()
+    with pytest.raises(BootRefused, match="hands out no layer's hidden states") as refused:
+        adapter.boot(tmp_path, Settings())
+    assert refused.value.code == "model"
+    with pytest.raises(RuntimeError, match="out of memory"):  # and no other failure is taken for a refusal
+        adapter.boot(tmp_path, Settings())
+    adapter.close()
+
+
+# --- hotwire ---
+
+
+def test_hotwire_without_a_gpu_refuses_as_a_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(hotwire, "has_gpu", lambda: False)
+    with pytest.raises(MissingDevice, match=r"Triton kernel.* pip install .*hotwire-vllm==0\.1\.2") as refused:
+        hotwire.Hotwire().boot(tmp_path, Settings())
+    assert refused.value.code == "no-device"
+
+
+def test_hotwire_steers_and_no_more() -> None:
+    adapter = hotwire.Hotwire()
+    fine = [w for w in EVERY_WORK if adapter.refuses(w, SHAPE) is None]
+    assert names(fine) == ["Nothing", "Steer"]
+    watched, elsewhere = Steer("resid_post.1", VECTOR, ("resid_post.2",)), Steer("z.1", VECTOR)
+    assert adapter.refuses(watched, SHAPE) == hotwire.NO_WATCH
+    assert adapter.refuses(elsewhere, SHAPE) == hotwire.ONLY_STEERS
+    for work in (watched, Capture(("resid_post.1",))):
+        with pytest.raises(NotImplementedError, match="hotwire"):
+            adapter._extra(work)
+
+
+def test_hotwire_names_a_vector_once_the_engine_has_read_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    read: list[list[float]] = []
+    state = SimpleNamespace(load_store=lambda path: read.append(torch.load(path, weights_only=True).tolist()))
+    monkeypatch.setitem(sys.modules, "hotwire", SimpleNamespace(_state=SimpleNamespace(get=lambda: state)))
+    adapter = hotwire.Hotwire()
+    adapter._vectors = SimpleNamespace(name=str(tmp_path), cleanup=lambda: None)
+    first = json.loads(adapter._extra(Steer("resid_post.3", VECTOR))["hotwire"])
+    again = json.loads(adapter._extra(Steer("resid_post.5", VECTOR))["hotwire"])
+    other = json.loads(adapter._extra(Steer("resid_post.3", VECTOR * 2))["hotwire"])
+    assert (first["layer"], again["layer"], first["scale"]) == (3, 5, 1.0)
+    assert first["id"] == again["id"] != other["id"]
+    assert read == [VECTOR.tolist(), (VECTOR * 2).tolist()]  # each vector once
+    assert adapter._extra(Nothing()) == {}
+    adapter.close()
+
+
 # --- whole columns, each in a process of its own ---
 
 
@@ -313,6 +429,8 @@ WHOLE = {
     "nnsight-taps": ("nnsight", 6, {"gradient"}),
     "vllm-lens": ("vllm", 6, {"ablate-head", "force-token", "gradient"}),
     "interp-engine-vllm": ("interp_engine", 6, {"ablate-head", "force-token", "gradient"}),
+    "interp-engine-hf": ("interp_engine", 6, set()),
+    "vllm-extract": ("vllm", 6, {"lens", "steer", "ablate-head", "force-token", "gradient"}),
 }
 
 

@@ -6,13 +6,12 @@ column puts on its path. It takes what it knows out of `extra_args`, hence new p
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from adapters.engines.settings import vllm_arguments
+from adapters.peers.plugins import install_line, make_visible, site
 from adapters.peers.vanilla import import_vllm, prompts, sampling, shut_down, version_of
 from adapters.work import (
     AblateHead,
@@ -35,8 +34,8 @@ from adapters.work import (
     points_of,
 )
 
-SITE = Path(sys.prefix) / "tapgrid-peers" / "vllm-lens"
-INSTALL = f"pip install --no-deps --ignore-requires-python --target {SITE} vllm-lens==1.2.1"
+SITE = site("vllm-lens")
+INSTALL = install_line("vllm-lens", "1.2.1")
 ONLY_LAYERS = "vLLM-Lens reaches the output of whole decoder layers, and"
 REFUSED: dict[type, Refusal] = {
     AblateHead: Refusal("not-expressible", f"{ONLY_LAYERS} no single head"),
@@ -51,7 +50,7 @@ class VLLMLens:
     plain = False
 
     def boot(self, model: Path, settings: Settings) -> None:
-        self._make_visible()
+        make_visible("vllm-lens", "vllm_lens", INSTALL)
         vllm = import_vllm()
         import torch
 
@@ -62,16 +61,6 @@ class VLLMLens:
             raise MissingLibrary(f"vLLM did not load the plugin of vLLM-Lens (VLLM_PLUGINS?): {INSTALL}")
         self._sampling_params = vllm.SamplingParams
         self._installed: Lens | Probe | Capture | None = None
-
-    def _make_visible(self) -> None:
-        """vLLM finds plugins by the metadata on the path, and workers of their own inherit PYTHONPATH."""
-        if str(SITE) not in sys.path:
-            sys.path.append(str(SITE))
-            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(SITE)]))
-        try:
-            import vllm_lens  # noqa: F401
-        except ImportError as error:
-            raise MissingLibrary(f"vLLM-Lens is not importable ({error}): {INSTALL}") from error
 
     def close(self) -> None:
         if llm := self.__dict__.pop("_llm", None):
