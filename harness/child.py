@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from harness import environments
 from harness.fingerprint import ROOT
 from harness.grid import Limits
 
@@ -29,19 +30,25 @@ class Died(Exception):
 
 
 def interpreter(environment: str) -> str | None:
-    """The Python of a column's environment: this one, or the one that TAPGRID_PYTHON_<NAME> names."""
-    if environment == "default":
-        return sys.executable
-    return os.environ.get(f"TAPGRID_PYTHON_{environment.upper().replace('-', '_')}")
+    """The Python of a column's environment, or None where that is not built here (`harness.environments`)."""
+    return environments.python_of(environment)
 
 
 class Worker:
-    """A started worker. Iterate over its lines; `kill` it at any time.
+    """A started worker. Iterate over its lines; `kill` it at any time. `module` is what the child runs.
 
     The limit of a cell is on the sum of its runs, warm-up included and checks not.
     """
 
-    def __init__(self, python: str, spec: Mapping[str, Any], env: Mapping[str, str], log: Path, limits: Limits) -> None:
+    def __init__(
+        self,
+        python: str,
+        spec: Mapping[str, Any],
+        env: Mapping[str, str],
+        log: Path,
+        limits: Limits,
+        module: str = "harness.worker",
+    ) -> None:
         self.log, self.limits = log, limits
         self.phase, self.row = "start", ""
         self._spent: dict[str, float] = {}
@@ -52,11 +59,11 @@ class Worker:
             with log.open("ab") as sink:
                 self.process = subprocess.Popen(
                     # -P: the working directory of a user may hold a folder called `harness` or `adapters`
-                    [python, "-P", "-m", "harness.worker"],
+                    [python, "-P", "-m", module],
                     stdin=subprocess.PIPE,
                     stdout=sink,
                     stderr=subprocess.STDOUT,
-                    env=_environment(env),
+                    env=_environment(env, elsewhere=python != sys.executable),
                     pass_fds=[fd],
                     start_new_session=True,
                 )
@@ -66,7 +73,7 @@ class Worker:
         assert stdin is not None
         self._stdin: IO[bytes] = stdin
         with contextlib.suppress(BrokenPipeError):  # it died at once; reading says so
-            self._stdin.write(json.dumps({**spec, "fd": fd}).encode() + b"\n")
+            self._stdin.write(json.dumps({"path": [], **spec, "fd": fd}).encode() + b"\n")
             self._stdin.flush()
 
     @property
@@ -140,9 +147,13 @@ class Worker:
                 yield from (json.loads(line) for line in whole)
 
 
-def _environment(env: Mapping[str, str]) -> dict[str, str]:
-    """The parent's environment, the column settings' variables, and this tapgrid first on the path."""
-    own = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+def _environment(env: Mapping[str, str], *, elsewhere: bool = False) -> dict[str, str]:
+    """The parent's environment, the column settings' variables, and this tapgrid first on the path.
+
+    In an environment of its own (`elsewhere`) a worker sees of this one's path nothing but tapgrid: the packages that
+    somebody has put there are not its own, and may be plugins.
+    """
+    own = [str(environments.source())] if elsewhere else [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, **env, "PYTHONPATH": os.pathsep.join(own), "PYTHONUNBUFFERED": "1"}
 
 

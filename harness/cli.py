@@ -14,6 +14,9 @@ from typing import Any
 
 from harness import commands as do
 from harness import options as words
+from harness.adapter_check import adapter_
+from harness.building import BuildError
+from harness.env_commands import env_
 from harness.grid import UsageError
 from harness.options import Word
 from harness.store import StoreError
@@ -142,7 +145,24 @@ COMMANDS: dict[str, Command] = {
         (),
         tuple(w for w in words.PLANNING if w.name == "rounds"),
     ),
-    "doctor": Command(do.doctor_, "is this machine fit to measure on, and what to do if not", "tapgrid doctor"),
+    "doctor": Command(
+        do.doctor_,
+        "is this machine fit to measure on, which columns run here, and what to do if not",
+        "tapgrid doctor",
+    ),
+    "adapter": Command(
+        adapter_,
+        "put an adapter through the conformance suite on a tiny model: what holds, what is refused, what is wrong",
+        "tapgrid adapter check my_module",
+        (("action", "", "check"), ("target", "", "a module, module:Class, or a column's name")),
+        (Word("new-tokens", "this many new tokens of each request", "N", words._whole, 6),),
+    ),
+    "env": Command(
+        env_,
+        "build, list or remove the environments of columns that pin other engines",
+        "tapgrid env build vllm-0.32",
+        (("action", "", "build, list or rm"), ("names", "*", "environments (build and rm: all for every one)")),
+    ),
 }
 
 
@@ -194,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command.run(args)
     except UsageError as error:
         return _say(error, 2)
-    except StoreError as error:
+    except (StoreError, BuildError) as error:
         return _say(error, 3)
     except KeyboardInterrupt as stop:
         return _say(stop if str(stop) else "interrupted", 130)

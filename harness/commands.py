@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from adapters.columns import all_columns
 from harness import grid as grids
 from harness import options as words
 from harness import plan
 from harness.costs import load_costs
+from harness.environments import beside
 from harness.finish import finish, floors_file, judged, table_of, write_reports
 from harness.grid import UsageError
 from harness.models import EMBEDDED
@@ -48,7 +48,7 @@ def _listing() -> dict[str, dict[str, str]]:
     return {
         "grids": {n: g.about for n in grids.names() for g in [grids.load(n)]},
         "rows": {n: f"{k.about} [{k.unit}]" for n, k in KINDS.items()},
-        "columns": {n: c.about for n, c in all_columns().items()},
+        "columns": {n: c.about for n, c in grids.every_column().items()},
         "tiers": {n: f"{t.rounds} rounds, {t.runs} runs" for n, t in sorted(grids.TIERS.items())},
         "models": {n: f"embedded, from {m.package}" for n, m in EMBEDDED.items()}
         | {"synthetic:FAMILY": "a small seeded twin, made on the spot"},
@@ -80,7 +80,7 @@ def run_(args: Namespace) -> int:
 def confirm(choice: Choice, cells: Collection[tuple[str, str]]) -> Path:
     """Two fresh rounds of the cells that an alarm is about, and of the plain ones that they are read against."""
     rows = {r for r, _ in cells} | {KINDS[r].plain for r, _ in cells}
-    columns = {c for _, c in cells} | set(PLAIN_COLUMNS)
+    columns = {c for _, c in cells} | {beside(p, c) for p in PLAIN_COLUMNS for _, c in cells}
     again = dataclasses.replace(
         choice,
         rows=tuple(r for r in choice.rows if r.name in rows),
@@ -254,9 +254,9 @@ def validate_(args: Namespace) -> int:
 
 
 def doctor_(args: Namespace) -> int:
-    from harness import doctor
+    from harness import doctor, readiness
 
-    found = doctor.examine()
+    found = [*doctor.examine(), *readiness.columns()]
     out(args, [dataclasses.asdict(f) for f in found], [doctor.line(f) for f in found])
     return 0 if all(f.good is not False for f in found) else 3
 

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from harness.environments import base_of
 from harness.store import Line, Store
-from harness.workloads import KINDS, PLAIN_COLUMNS, Row, column_of
+from harness.workloads import KINDS, Row, column_of, is_plain
 
 COSTS = "costs.json"
 
@@ -41,14 +42,14 @@ class Costs:
     def of_boot(self, column: str) -> float:
         """Everything that a column pays once a round: boot, text, validation, close."""
         column = column_of(column)
-        boot = self.boot.get(column, _BOOT.get(column, _BOOT_OTHER))
-        return boot + self.validate.get(column, 3.0 if column in PLAIN_COLUMNS else _VALIDATE) + _CLOSE
+        boot = self.boot.get(column, _BOOT.get(base_of(column), _BOOT_OTHER))
+        return boot + self.validate.get(column, 3.0 if is_plain(column) else _VALIDATE) + _CLOSE
 
     def of_row(self, column: str, row: Row, runs: int) -> float:
         """All runs of one cell and its warm-up."""
         column = column_of(column)
         measured = self.rows.get(column, {}).get(row.name)
-        if measured is None and column in PLAIN_COLUMNS and KINDS[row.name].plain != row.name:
+        if measured is None and is_plain(column) and KINDS[row.name].plain != row.name:
             return 0.0  # refused at once
         return (runs + 1) * (_guess(row) if measured is None else measured)
 

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from harness.environments import base_of, beside
 from harness.store import Store
-from harness.workloads import KINDS, PLAIN_COLUMNS
+from harness.workloads import KINDS, is_plain
 
 METRICS = ("cpu", "wall")
 WRITE_ROWS = ("steer", "ablate-head", "force-token")
@@ -57,13 +58,15 @@ class Evidence:
 
 def against(column: str, columns: Iterable[str]) -> str | None:
     """The plain column that a column is judged against: `hf` for those that run on it, else `vanilla`
-    (`vanilla-eager` in a grid without it).
+    (`vanilla-eager` in a grid without it), always of the same environment.
 
     >>> against("tapgrid-hf", ["vanilla", "hf"]), against("tapgrid-taps", ["vanilla", "hf"]), against("hf", ["vanilla"])
     ('hf', 'vanilla', None)
+    >>> against("tapgrid-taps@vllm-0.32", ["vanilla", "vanilla-eager@vllm-0.32"])
+    'vanilla-eager@vllm-0.32'
     """
-    candidates = ("hf",) if "hf" in column.split("-") else ("vanilla", "vanilla-eager")
-    return next((c for c in candidates if c in set(columns)), None)
+    candidates = ("hf",) if "hf" in base_of(column).split("-") else ("vanilla", "vanilla-eager")
+    return next((c for p in candidates if (c := beside(p, column)) in set(columns)), None)
 
 
 def plain_row(row: str) -> str | None:
@@ -77,7 +80,7 @@ def plain_row(row: str) -> str | None:
 
 def own_row(row: str, column: str) -> str | None:
     """The row whose numbers stand for `column` when `row` is compared."""
-    return plain_row(row) if column in PLAIN_COLUMNS else row
+    return plain_row(row) if is_plain(column) else row
 
 
 def unit(row: str) -> str:
@@ -167,7 +170,7 @@ def _taint(
             return f"run {run['run'] + 1} was not validated: {run.get('invalid_reason') or 'no reason given'}"
         if expected is not None and run["tokens"] != expected:
             return f"run {run['run'] + 1} came back with {run['tokens']} new tokens, {expected} were asked for"
-    if not checks and column not in PLAIN_COLUMNS:  # a plain engine hands nothing back that could be wrong
+    if not checks and not is_plain(column):  # a plain engine hands nothing back that could be wrong
         return "no activation of this process was validated"
     return None
 

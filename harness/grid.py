@@ -7,7 +7,6 @@ No torch, no engine: a grid can be listed and planned on any machine. Every mist
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import fnmatch
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,13 +17,12 @@ from typing import Any
 
 from adapters.columns import Column, all_columns
 from adapters.work import Settings
+from harness import environments
+from harness.usage import UsageError as UsageError
+from harness.usage import nearest as nearest
 from harness.workloads import KINDS, Row, row_from
 
 VALIDATOR = "validation.inprocess:Validator"
-
-
-class UsageError(Exception):
-    """What the user asked for does not exist or does not fit; exit code 2."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +77,28 @@ class Grid:
         return next(r for r in self.rows if r.name == name)
 
     def known_columns(self) -> dict[str, Column]:
-        """Every column that can be named with this grid: tapgrid's, third parties', and the file's own."""
+        """Every column that can be named with this grid: tapgrid's, third parties', those of other environments, and
+        the file's own."""
         own = {n: Column(n, target, f"declared in {Path(self.path).name}") for n, target in self.adapters.items()}
-        return all_columns() | own
+        return every_column() | own
+
+
+def every_column() -> dict[str, Column]:
+    """Every installed column, and after them those of other environments, named `column@environment`.
+
+    >>> every_column()["vanilla@vllm-0.32"].environment
+    'vllm-0.32'
+    """
+    columns = all_columns()
+    found = dict(columns)
+    for environment in environments.environments().values():
+        for name, at in zip(environment.columns, environment.columns_here, strict=True):
+            if name not in columns:
+                where = f"{environments.FILE}:{environment.line}: [{environment.name}]"
+                raise UsageError(f"{where} {nearest('column', name, columns)}")
+            about = f"{columns[name].about}; vLLM {environment.vllm}"
+            found[at] = dataclasses.replace(columns[name], name=at, about=about, environment=environment.name)
+    return found
 
 
 def names() -> list[str]:
@@ -90,19 +107,8 @@ def names() -> list[str]:
     >>> "smollm2" in names()
     True
     """
-    return sorted(f.name.removesuffix(".toml") for f in resources.files("grids").iterdir() if f.name.endswith(".toml"))
-
-
-def nearest(what: str, wanted: str, known: Iterable[str]) -> str:
-    """One sentence about a name that does not exist.
-
-    >>> nearest("row", "ster", ["steer", "lens"])
-    "no row 'ster'; did you mean 'steer'? Known: steer, lens"
-    """
-    known = list(known)
-    near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(map(repr, near))}? Known" if near else "known"
-    return f"no {what} {wanted!r}; {hint}: {', '.join(known)}"
+    files = (f.name for f in resources.files("grids").iterdir() if f.name.endswith(".toml"))
+    return sorted(f.removesuffix(".toml") for f in files if f != environments.FILE.name)
 
 
 def load(name: str) -> Grid:

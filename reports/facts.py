@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from harness.environments import base_of
 from reports.numbers import NARROW, finite, fixed, half_width, interval, measured, percent, significant
 from reports.words import plural, verdict
 
@@ -27,11 +28,12 @@ def bounds(cell: Cell, unit: str = NARROW + "%") -> str:
 def side(cell: Cell, of: str) -> str:
     """The share of vanilla, vanilla-eager or hf. One that was not judged has no interval of its own, and borrows
     the relative width of the judged one for its digits."""
-    if of == "hf" and cell.against != "hf":
+    plain = base_of(cell.against or "")
+    if of == "hf" and plain != "hf":
         return ""  # how much faster vLLM is than transformers is no finding about a column
     number = finite({"vanilla": cell.share_vanilla, "vanilla-eager": cell.share_eager, "hf": cell.share_hf}[of])
     main, half = finite(cell.share), half_width(cell.low, cell.high)
-    if cell.against == of:
+    if plain == of:
         return share(cell, unit="")
     if main is None or half is None or number is None or main <= 0:
         return percent(number, unit="")

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from harness.environments import base_of
+
 # Outlines around (0, 0), about nine units across, equal in visual weight rather than in width.
 SHAPES: dict[str, str] = {
     "square": "M-3.9-3.9h7.8v7.8h-7.8z",
@@ -85,11 +87,11 @@ _PREFIXES: tuple[tuple[str, Library], ...] = (
 _OTHERS = ("plus", "bow", "cross")
 
 
-def _library(column: str, strangers: list[str]) -> Library:
+def _library(base: str, strangers: list[str]) -> Library:
     for prefix, library in _PREFIXES:
-        if column == prefix or column.startswith(prefix + "-"):
+        if base == prefix or base.startswith(prefix + "-"):
             return library
-    family = column.split("-")[0]
+    family = base.split("-")[0]
     if family not in strangers:
         strangers.append(family)
     at = strangers.index(family) % len(_OTHERS)
@@ -102,7 +104,8 @@ def _compiled(column: str, settings: Mapping[str, Any]) -> bool:
         return not settings["enforce_eager"]
     if isinstance(settings.get("compiled"), bool):
         return bool(settings["compiled"])
-    return column == "vanilla" or column.endswith(("-taps", "-static", "-compiled"))
+    base = base_of(column)
+    return base == "vanilla" or base.endswith(("-taps", "-static", "-compiled"))
 
 
 def marks(columns: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Mark]:
@@ -114,6 +117,8 @@ def marks(columns: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> 
     """
     strangers: list[str] = []
     return {
-        c: Mark(f"k{i}", _library(c, strangers), _compiled(c, settings.get(c, {})), "hf" in c.split("-"))
+        c: Mark(
+            f"k{i}", _library(base_of(c), strangers), _compiled(c, settings.get(c, {})), "hf" in base_of(c).split("-")
+        )
         for i, c in enumerate(columns)
     }

