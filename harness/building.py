@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,39 @@ def remove(name: str) -> list[Path]:
     return gone
 
 
+def write_lock(environment: Environment) -> Path:
+    """Hold later builds to every version that is installed now: the default environment's, or a built one's."""
+    if environment.name == DEFAULT:
+        found = installed([p for p in sys.path if p.endswith("site-packages")])
+    elif stamp := stamp_of(environment):
+        found = stamp["packages"]
+    else:
+        raise UsageError(envs.how_to_build(environment.name))
+    lock = environment.lock(envs.has_cuda())
+    lock.parent.mkdir(exist_ok=True)
+    lock.write_text(lock_text(environment.name, found))
+    return lock
+
+
+def lock_text(name: str, found: Mapping[str, str]) -> str:
+    """A constraints file. Builds with a local version (torch's) are pinned elsewhere, and pip and we are not pinned.
+
+    >>> print(lock_text("e", {"torch": "2.13.0+cpu", "numpy": "2.3.5", "pip": "26"}), end="")
+    # Everything that environment `e` holds, as it was measured. Written by `tapgrid env lock e`.
+    numpy==2.3.5
+    """
+    free = {"pip", "setuptools", "wheel", "tapgrid"}
+    pins = sorted((n, v) for n, v in found.items() if n.lower() not in free and "+" not in v)
+    head = f"# Everything that environment `{name}` holds, as it was measured. Written by `tapgrid env lock {name}`."
+    return "\n".join([head, *(f"{n}=={v}" for n, v in pins), ""])
+
+
+def installed(site: Sequence[str]) -> dict[str, str]:
+    """Name -> version of every distribution in these folders."""
+    found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions(path=list(site))}
+    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+
+
 def folders(name: str) -> list[Path]:
     """Every folder of an environment's, whatever pins it was built with."""
     own = re.compile(re.escape(name) + "-[0-9a-f]{8}")
@@ -143,7 +176,7 @@ def _commands(environment: Environment) -> Iterator[tuple[str, Callable[[], Sequ
     )
     for what, step in engine_steps(environment, envs.has_cuda(), lambda: ask_vllm(python), folder):
         yield what, lambda step=step: (*pip, *step())  # type: ignore[misc]
-    yield "what tapgrid itself needs", lambda: (*pip, *own_needs())
+    yield "what tapgrid itself needs", lambda: (*pip, *own_needs(), *environment.constraints(envs.has_cuda()))
     yield "a look inside", lambda: (python, "-c", _look(environment))
 
 
@@ -170,8 +203,6 @@ def _look(environment: Environment) -> str:
 
 def _stamp(environment: Environment, seconds: float) -> dict[str, Any]:
     folder = environment.folder
-    site = [str(p) for p in folder.glob("lib/python*/site-packages")]
-    found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions(path=site)}
     size = sum(f.lstat().st_size for f in folder.rglob("*") if not f.is_symlink() and f.is_file())
     stamp = {
         "name": environment.name,
@@ -179,7 +210,7 @@ def _stamp(environment: Environment, seconds: float) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "seconds": round(seconds, 1),
         "bytes": size,
-        "packages": dict(sorted(found.items(), key=lambda item: item[0].lower())),
+        "packages": installed([str(p) for p in folder.glob("lib/python*/site-packages")]),
     }
     scratch = folder / f"{STAMP}.new"
     scratch.write_text(json.dumps(stamp, indent=1))

@@ -159,9 +159,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "env": Command(
         env_,
-        "build, list or remove the environments of columns that pin other engines",
+        "build, list, lock or remove the environments of columns that pin other engines",
         "tapgrid env build vllm-0.32",
-        (("action", "", "build, list or rm"), ("names", "*", "environments (build and rm: all for every one)")),
+        (("action", "", "build, list, lock or rm"), ("names", "*", "environments (all: every one but the default)")),
     ),
 }
 

@@ -1,4 +1,4 @@
-"""`tapgrid env build|list|rm`: the environments of columns that do not run on this interpreter."""
+"""`tapgrid env build|list|lock|rm`: the environments of columns that do not run on this interpreter."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from harness.commands import out
 from harness.environments import DEFAULT, Environment
 from harness.usage import UsageError, nearest
 
-ACTIONS = ("build", "list", "rm")
+ACTIONS = ("build", "list", "lock", "rm")
 
 
 def env_(args: Namespace) -> int:
     if args.action not in ACTIONS:
         raise UsageError(nearest("action", args.action, ACTIONS))
-    return {"build": _build, "list": _list, "rm": _rm}[args.action](args)
+    return {"build": _build, "list": _list, "lock": _lock, "rm": _rm}[args.action](args)
 
 
 def _chosen(names: Sequence[str]) -> list[Environment]:
@@ -55,6 +55,12 @@ def _lines(built: Built) -> list[str]:
     where = f", {place}" if place else f": `tapgrid env build {built.name}` ({size})"
     columns = f"  columns: {', '.join(built.columns)}" if built.columns else "  columns: those without an @"
     return [f"{built.name}: {built.about}", f"  {built.state}{where}", columns, f"  pins: {' '.join(built.pins)}"]
+
+
+def _lock(args: Namespace) -> int:
+    written = [str(building.write_lock(e)) for e in _chosen(args.names)]
+    out(args, written, written)
+    return 0
 
 
 def _rm(args: Namespace) -> int:

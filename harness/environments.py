@@ -22,6 +22,7 @@ from harness.usage import UsageError, nearest
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "grids" / "environments.toml"
+LOCKS = ROOT / "grids" / "environments"
 DEFAULT = "default"
 STAMP = "tapgrid-environment.json"
 VARIABLE = "TAPGRID_ENVIRONMENTS"
@@ -59,8 +60,23 @@ class Environment:
     @property
     def digest(self) -> str:
         """Eight characters that change with any pin, and with what makes the same pins another environment."""
-        pins = [self.vllm, self.torch, self.packages, self.apart, RECIPE, sys.version_info[:2], has_cuda()]
+        cuda = has_cuda()
+        lock = self.lock(cuda).read_text() if self.lock(cuda).exists() else ""
+        pins = [self.vllm, self.torch, self.packages, self.apart, RECIPE, sys.version_info[:2], cuda, lock]
         return hashlib.sha256(json.dumps(pins).encode()).hexdigest()[:8]
+
+    def lock(self, cuda: bool) -> Path:
+        """The file, if there is one, that holds pip to the exact version of everything that the pins bring along.
+
+        One for each Python and kind of machine, because what is brought along differs.
+        """
+        kind = f"cp{sys.version_info[0]}{sys.version_info[1]}-{'cuda' if cuda else 'cpu'}"
+        return LOCKS / f"{self.name}.{kind}.txt"
+
+    def constraints(self, cuda: bool) -> tuple[str, ...]:
+        """pip's arguments for the lock."""
+        lock = self.lock(cuda)
+        return ("--constraint", str(lock)) if lock.exists() else ()
 
     @property
     def folder(self) -> Path:
@@ -231,6 +247,9 @@ def _environment(place: _Place, table: Any) -> Environment:
         for pin in table.get(key, ()):
             if not PIN.fullmatch(pin):
                 place.wrong(key, f"{pin!r} is not pinned: write name==version")
+    for key in ("vllm", "torch"):
+        if not table.get(key):
+            place.wrong("", f"needs {key}, one exact version")
     given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
     made = Environment(place.name, **given, line=place.line())
     if made.name != DEFAULT and not {"vanilla", "vanilla-eager"} & set(made.columns):

