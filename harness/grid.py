@@ -209,7 +209,8 @@ def _check(grid: Grid, path: Path) -> None:
 def pick(what: str, wanted: str | None, all_names: Sequence[str], also: Iterable[str] = ()) -> tuple[str, ...]:
     """The names that a comma-separated option selects (globs allowed), in canonical order; None selects all.
 
-    `also` may be named but are not part of "all" (a column that the grid leaves off).
+    `also` may be named though the grid leaves them off. "all" is everything that is known, but for the columns of
+    other environments: those are named, or "*@*".
 
     >>> pick("row", "capture-*,steer", ["generate", "capture-1", "capture-all", "steer"])
     ('capture-1', 'capture-all', 'steer')
@@ -220,6 +221,8 @@ def pick(what: str, wanted: str | None, all_names: Sequence[str], also: Iterable
     chosen: set[str] = set()
     for part in filter(None, (p.strip() for p in wanted.split(","))):
         hits = [part] if part in known else fnmatch.filter(all_names, part) or fnmatch.filter(known, part)
+        if part == "all":
+            hits = [n for n in known if environments.AT not in n]
         if not hits:
             raise UsageError(nearest(what, part, known))
         chosen.update(hits)

@@ -100,6 +100,10 @@ def test_picking() -> None:
     assert pick("column", "vanilla*", names) == ("vanilla", "vanilla-eager")
     assert pick("column", "extra", names, also=["extra"]) == ("extra",)
     assert pick("column", "*", names, also=["extra"]) == tuple(names)
+    also = ["extra", "vanilla@new", "extra@new"]
+    assert pick("column", "all", names, also) == (*names, "extra")
+    assert pick("column", "*@*", names, also) == ("vanilla@new", "extra@new")
+    assert pick("column", "all,*@new", names, also) == (*names, *also)
     with pytest.raises(UsageError, match="no column 'vanila'; did you mean"):
         pick("column", "hf,vanila", names)
     with pytest.raises(UsageError, match="no column selected by ','"):
