@@ -57,7 +57,12 @@ class Asked:
 
 SELECT = (
     Word("rows", "only these rows: names with commas between, * allowed", "ROWS", _text),
-    Word("columns", "only these columns; one that the grid leaves off may be named too, and all is every one of this environment", "COLUMNS", _text),
+    Word(
+        "columns",
+        "only these columns; one that the grid leaves off may be named too; all: every one of this environment",
+        "COLUMNS",
+        _text,
+    ),
 )
 PLANNING = (
     Word(
