@@ -213,6 +213,7 @@ def _run(bench: Bench, row: Row, work: Work, run: int) -> tuple[dict[str, Any], 
         "load": load,
         "peak_rss_bytes": _peak(bench.children),
         "started": started,
+        "prompts": workloads.prompts_digest(requests),
         "sequence": bench.sequence,
     }
     return line, requests, outcomes

@@ -25,7 +25,7 @@ from adapters.work import (
     BootRefused,
     Settings,
 )
-from harness import clock, fingerprint, workloads
+from harness import clock, engine_facts, fingerprint, workloads
 from harness.bench import Bench, ask, measure, show_text, validate
 from harness.models import info
 from harness.store import dump
@@ -116,6 +116,7 @@ def serve(spec: Spec, send: Callable[..., None]) -> None:
             "process",
             settings=dict(adapter.engine_settings()),
             packages=fingerprint.packages(),
+            engine=engine_facts.facts(),
             boot_wall_seconds=took.wall,
             boot_cpu_seconds=took.cpu,
             started=started,

@@ -251,6 +251,17 @@ def requests_for(row: Row, info: ModelInfo, ids: Sequence[int], *, run: int, see
     return made
 
 
+def prompts_digest(requests: Sequence[Request]) -> str:
+    """A hash of what was asked, token by token: the same for every column's run of a row.
+
+    >>> a, b = Request("x", (1, 23), 4), Request("x", (12, 3), 4)
+    >>> prompts_digest([a]) == prompts_digest([a]), prompts_digest([a]) == prompts_digest([b])
+    (True, False)
+    """
+    asked = json.dumps([[r.token_ids, r.new_tokens] for r in requests])
+    return f"{zlib.crc32(asked.encode()):08x}"
+
+
 def count_problem(row: Row, outcomes: Sequence[Outcome]) -> str | None:
     """What is wrong with the number of answers or of their tokens; None when it is what was asked for."""
     if len(outcomes) != row.requests:

@@ -9,6 +9,7 @@ from reports import findings
 from reports.escape import Safe, join, tag
 from reports.marks import Mark
 from reports.numbers import NARROW, finite, percent
+from reports.peers import unexplained, unlike
 from reports.svg import mark_svg
 from reports.view import View, column_lines
 from reports.words import VERDICTS, counts, plural, sentence, verdict
@@ -76,6 +77,7 @@ def warnings(view: View) -> list[str]:
         found.append(f"{plural(lost, 'run')} of cells that broke off are kept in the store and not counted.")
     if view.store.processes and getattr(view.store, "finished", True) is False:
         found.append("The plan was not carried out to its end: the same command resumes it.")
+    found += [f"Not alike: {d}." for d in unexplained(view)]
     found += _noted(view)
     return found + [str(w) for w in getattr(view.store, "warnings", ())]
 
@@ -127,6 +129,7 @@ def header(view: View) -> Safe:
     """Title, sentence, bar, facts and warnings."""
     facts = [tag("div", tag("dt", name), tag("dd", value)) for name, value in facts_line(view)]
     alarms = [tag("li", w) for w in warnings(view)]
+    forced = [tag("li", f"{d}.") for d in unlike(view)]
     return tag(
         "header",
         tag("p", "tapgrid", class_="brand"),
@@ -136,6 +139,8 @@ def header(view: View) -> Safe:
         bar(view),
         tag("ul", *alarms, class_="alarms") if alarms else "",
         tag("dl", *facts, class_="facts"),
+        tag("p", "Forced by a library, and so not alike in every column:", class_="note") if forced else "",
+        tag("ul", *forced, class_="note", id="unlike") if forced else "",
     )
 
 

@@ -26,6 +26,7 @@ from reports.header import columns, header
 from reports.heatmap import validation
 from reports.matrix import matrix
 from reports.panels import panels
+from reports.peers import known
 from reports.reading import reading
 from reports.runs import runs
 from reports.svg import symbols
@@ -71,6 +72,7 @@ SECTIONS: tuple[tuple[str, str, str], ...] = (
     ("table", "All cells", ""),
     ("validation", "Activations", "Error against float32, relative to what the dtype alone costs."),
     ("runs", "Runs in time", ""),
+    ("known", "Known issues", "What is wrong in the libraries measured here, and what their columns do about it."),
     ("texts", "Texts", "Greedy continuation, the same prompt everywhere."),
     ("environment", "Environment", ""),
     ("failures", "Failures", ""),
@@ -88,6 +90,7 @@ def _contents(page: View, aa: Floors | None) -> dict[str, Safe]:
         "table": table(page),
         "validation": validation(page),
         "runs": runs(page),
+        "known": known(page),
         "texts": texts(page),
         "environment": environment(page),
         "failures": failures(page),

@@ -18,6 +18,7 @@ from reports.files import replace
 from reports.header import facts_line, warnings
 from reports.matrix import brief, numbers, read_against, reasons
 from reports.numbers import significant
+from reports.peers import HEADS, issues, told, unlike
 from reports.view import Panel, View, view
 from reports.words import sentence, verdict
 
@@ -107,6 +108,11 @@ def _validation(page: View) -> list[str]:
     return ["## Activations", "", *_table(["column", "PASS", "WARN", "FAIL", "worst", "why"], lines, right=6)]
 
 
+def _known(page: View) -> list[str]:
+    found = [[escape(text) for text in told(page, issue)] for issue in issues(page)]
+    return ["## Known issues", "", *_table(list(HEADS), found, right=len(HEADS))] if found else []
+
+
 def _texts(page: View) -> list[str]:
     said: dict[tuple[str, str, str], int] = {}
     for line in page.store.texts:
@@ -160,10 +166,11 @@ def render(store: Store, cells: Sequence[Cell]) -> str:
     page = view(store, cells)
     lines = [f"# {escape(page.name)}", "", escape(sentence(cells)), ""]
     lines += [f"> {escape(w)}  " for w in warnings(page)] + [""]
-    lines += [f"- {escape(name)}: {escape(value)}" for name, value in facts_line(page)] + [""]
+    lines += [f"- {escape(name)}: {escape(value)}" for name, value in facts_line(page)]
+    lines += [f"- forced by a library: {escape(d)}" for d in unlike(page)] + [""]
     for panel in page.panels:
         lines += _grid(panel)
-    lines += [*_cells(cells), *_validation(page), *_texts(page), *_failures(page), *_environment(page)]
+    lines += [*_cells(cells), *_validation(page), *_known(page), *_texts(page), *_failures(page), *_environment(page)]
     return "\n".join(lines).rstrip() + "\n"
 
 
