@@ -168,12 +168,13 @@ def trials(columns: tuple[str, ...], rounds: int, slower: bool, count: int = 100
 @pytest.mark.parametrize("columns", [TWO, THREE], ids=len)
 @pytest.mark.parametrize(("rounds", "least"), [(6, 80), (10, 95)])
 def test_a_planted_five_percent_is_found(columns: tuple[str, ...], rounds: int, least: int) -> None:
-    """In every row, as the whole column is slower: 80 of 100 at standard tier, 95 at publish."""
+    """In every row, as the whole column is slower: 80 of 100 at standard tier, 95 at publish. 300 sessions, as a rate
+    of .96 is below 95 in a fifth of all hundreds."""
     found = [
         all(c.verdict == "SLOWER" for c in cells if c.column == "tapgrid-eager")
-        for cells in trials(columns, rounds, True)
+        for cells in trials(columns, rounds, True, 300)
     ]
-    assert sum(found) >= least
+    assert sum(found) >= 3 * least
 
 
 def test_a_planted_five_percent_is_found_among_columns_that_differ_from_nothing() -> None:
@@ -186,7 +187,8 @@ def test_a_planted_five_percent_is_found_among_columns_that_differ_from_nothing(
         at = next(i for i, c in enumerate(cells) if (c.row, c.column) == ("steer", "tapgrid-eager"))
         by_ours += cells[at].verdict == "SLOWER"
         by_signs += signs[at] is not None and signs[at] < 0.05  # type: ignore[operator]
-    assert by_ours >= 60
+    print(f"found in {by_ours} of 100 sessions")
+    assert by_ours >= 65
     assert by_signs <= 10
 
 
