@@ -44,7 +44,8 @@ class Module:
 
     @property
     def input(self) -> Any:
-        return self._m._read(self._m._il.module_location(self._path, "in"))
+        m, path = self._m, self._path
+        return m._read(m._il.inputs.get(path) or m._il.module_location(path, "in"))
 
     @input.setter
     def input(self, value: Any) -> None:
@@ -52,7 +53,8 @@ class Module:
 
     @property
     def output(self) -> Any:
-        return self._m._read(self._m._il.module_location(self._path, "out"))
+        m, path = self._m, self._path
+        return m._read(m._il.outputs.get(path) or m._il.module_location(path, "out"))
 
     @output.setter
     def output(self, value: Any) -> None:

@@ -4,6 +4,9 @@ A read hands out a copy. What the model holds is overwritten in place as soon as
 kernel), so a view that was kept would turn into somebody else's numbers; and only a tensor of one's own counts its
 versions, which is how an edit in place is noticed. `take` makes the copy, `put` writes an edited one back. Layouts that
 are more than a place in memory (`layouts.cut`) bring a function of their own for the way back.
+
+What a module has just made and nobody else has is not copied but `lent`: an edit of it has landed, and if the
+intervention keeps it, it is the model that goes on with a copy.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ def take(
     """
     if loc.rank < 0:
         if loc.site.side == "out" and isinstance(payload, torch.Tensor):
+            if il.fresh:
+                x = rows.of(payload, index)
+                return x if x is payload else x.detach(), lent
             return rows.copy(payload, index), None
         parts = _whole(loc.site, payload)
         return rows.copy(parts[0], index) if len(parts) == 1 else tuple(rows.copy(t, index) for t in parts), None
@@ -59,9 +65,16 @@ def take(
         x = x[0]
     if loc.scale != 1.0:
         return shaped(rows.of(x, index), loc) * loc.scale, None
+    if il.fresh and site.side == "out":
+        own = shaped(rows.of(x, index), loc)
+        return own if own is payload else own.detach(), lent
     if not loc.head_dim and not loc.hi:
         return rows.copy(x, index), None
     return shaped(rows.of(x, index), loc).clone(), None
+
+
+def lent(value: torch.Tensor) -> None:
+    """The way back of a value that is what the model holds: an edit has landed there already."""
 
 
 def put(loc: Location, payload: Any, rows: Rows, index: int, value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from sys import getrefcount
 from typing import Any
 
@@ -38,6 +39,24 @@ class _Nobody:
 
 
 UNHELD, UNHELD_IN_SAVE = _Nobody().count()
+
+
+# How many tensors share a memory: views count, and what `.detach()` and `.data` gave.
+storage_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda data: 0)
+
+
+def _lent() -> tuple[int, int]:
+    """What `getrefcount` says of a tensor that a call has just returned and nobody else has, and `storage_uses` of one
+    of which there is one alias; zeros, which never apply, where that cannot be told."""
+    held = torch.zeros(2)
+    one = storage_uses(held.untyped_storage()._cdata)
+    alias = held.detach()
+    two = storage_uses(alias.untyped_storage()._cdata)
+    return (getrefcount(held), two) if UNHELD and two == one + 1 else (0, 0)
+
+
+# What a module has just made and nobody else has is lent out itself, instead of a copy.
+ALONE, LENT = _lent()
 
 
 def in_graph(value: Any) -> Any:

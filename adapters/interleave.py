@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from threading import local
 from typing import Any, Literal, Protocol
 
 import torch
@@ -20,7 +23,8 @@ from adapters.errors import (
     at_line,
     line_of,
 )
-from adapters.intervention import Intervention, Pass, start
+from adapters.handed import LENT
+from adapters.intervention import Intervention, Pass, functions
 from adapters.live import Job, Live
 from adapters.modes import InferenceMode, is_grad_enabled, is_inference_mode_enabled, set_grad_enabled
 from adapters.modules import layer_stem, no_such_module, parameter, ran_before
@@ -58,10 +62,15 @@ class Interleaver:
     Attributes:
         grad: whether the model runs with gradients; reads are then part of autograd's graph.
         inference: whether this pass runs in inference mode.
+        lends: whether a read in this pass may be given what the model holds instead of a copy: where that is `fresh`,
+            made by the module that is being visited and held by nobody else.
         recomputes: whether the engine may compute positions again (it preempts), so that writes are remembered.
         total: the whole batch's sum at a location that holds a pair, made once where a visit is `shared` by several.
         interrupt: what ended an intervention without being an `Exception` (Ctrl-C): the engine stops everything.
     """
+
+    # Whether the model's own tensors may ever be handed out.
+    lending = True
 
     def __init__(self, host: Host) -> None:
         self.host, self.points = host, host.points
@@ -69,9 +78,13 @@ class Interleaver:
         self.grad = self.recomputes = self.inference = False
         self.total: torch.Tensor | None = None
         self.shared = False
+        self.lends = self.fresh = False
         self.interrupt: BaseException | None = None
-        self._modules: dict[Key, Location] = {}
-        self._floors: dict[Key, int] = {}
+        # Greenlets between two functions, of this thread.
+        self._idle = local()
+        # Modules by path, as far as they were asked for.
+        self.inputs: dict[str, Location] = {}
+        self.outputs: dict[str, Location] = {}
         self._stem = layer_stem(host.points)
 
     def live(self, id: str, fns: Sequence[Intervention], body: Any = None, check_finite: bool = False) -> Live:
@@ -94,6 +107,8 @@ class Interleaver:
         if self.waiting:
             self.abandon()
         self.inference = is_inference_mode_enabled()
+        self.lends = bool(LENT) and self.lending and rows.alone and not self.inference and not self.grad
+        self.fresh = False
         if self.inference:
             with InferenceMode(False):
                 set_grad_enabled(False)
@@ -115,8 +130,17 @@ class Interleaver:
             for m in live.passes:
                 m._begin(job.index, mine, first, n, job.is_prompt, job.draws, hub)
                 if m.fn is not None:
-                    m.thread = greenlet(start, hub)
+                    m.thread = self._thread(hub)
                 self._resume(m, m)
+
+    def _thread(self, hub: Any) -> Any:
+        """A greenlet for one function: one that has run others before, for a new one costs a dozen times as much."""
+        idle = self._idle.__dict__.setdefault("threads", [])
+        if not idle:
+            return greenlet(partial(functions, idle), hub)
+        thread = idle.pop()
+        thread.parent, thread.gr_context = hub, None
+        return thread
 
     def _again(self, rows: Rows, job: Job, hub: Any) -> tuple[int, int, Rows]:
         """Part of this pass computes what interventions have seen: their writes are done again without them, and what
@@ -130,7 +154,7 @@ class Interleaver:
         for order, fn in enumerate(replayed(live.written or (), job.first, n, job.draws and n == job.tokens)):
             m = Pass(self, Live(live.id), fn, -1 - order)
             m._begin(job.index, Part(rows, 0, n), job.first, n, job.is_prompt, job.draws, hub)
-            m.thread = greenlet(start, hub)
+            m.thread = self._thread(hub)
             self._resume(m, m)
         return job.first + n, job.tokens - n, Part(rows, n, job.tokens)
 
@@ -142,7 +166,9 @@ class Interleaver:
         served = self.waiting.pop(key, None)
         if served is None:
             return None
-        if len(served) > 1:
+        self.total = None
+        self.shared = len(served) > 1
+        if self.shared:
             served.sort(key=_by_order)
         if not self.inference:
             return self._serve(served, payload)
@@ -157,7 +183,6 @@ class Interleaver:
     def _serve(self, served: list[Pass], payload: Any) -> Any:
         """The hot loop: `_resume` and `_park` in one, for everybody who waits here."""
         instead, waiting, grad = None, self.waiting, self.grad
-        self.total, self.shared = None, len(served) > 1
         for m in served:
             if m.live.error is not None:
                 self._throw(m, self._quiet(m))
@@ -178,11 +203,11 @@ class Interleaver:
             if m._instead is not None:
                 payload = instead = m._instead
                 m._instead = None
-        self.total = None
         return instead
 
     def end(self) -> None:
         """The pass is over: whoever still waits is told that its location never ran."""
+        self.total = None
         for _ in range(_PATIENCE):
             if not self.waiting:
                 return
@@ -276,10 +301,10 @@ class Interleaver:
 
     def module_location(self, path: str, side: Literal["in", "out"]) -> Location:
         """The location of a module's input or output."""
-        found = self._modules.get((path, side))
+        known = self.inputs if side == "in" else self.outputs
+        found = known.get(path)
         if found is None:
-            found = self._modules[path, side] = self.points.module(path, side)
-            self._floors[path, side] = self._floor(path)
+            found = known[path] = replace(self.points.module(path, side), floor=self._floor(path))
         return found
 
     def _floor(self, path: str) -> int:
@@ -288,12 +313,6 @@ class Interleaver:
             return -1
         layer = path.removeprefix(self._stem).partition(".")[0]
         return int(layer) * _STRIDE if layer.isdigit() else -1
-
-    def floor(self, loc: Location, rank: int) -> int:
-        """The rank that a module by path is known to have; -2 when it has surely run before the model got to `rank`."""
-        floor = self._floors[loc.key]
-        behind = floor >= 0 and rank >= 1 and floor // _STRIDE < (rank - 1) // _STRIDE
-        return -2 if behind else floor
 
     def _never(self, m: Pass, key: Key) -> InterventionError:
         where = f"{key[0]} ({'input' if key[1] == 'in' else 'output'})" if key[0] else key[1]

@@ -27,8 +27,8 @@ from adapters.errors import (
     WriteError,
     at_user_line,
 )
-from adapters.exchange import put, spliced, take
-from adapters.handed import UNHELD, UNHELD_IN_SAVE, check_write, in_graph, versions
+from adapters.exchange import lent, put, spliced, take
+from adapters.handed import LENT, UNHELD, UNHELD_IN_SAVE, check_write, in_graph, storage_uses, versions
 from adapters.modes import (
     InferenceMode,
     cross,
@@ -38,7 +38,7 @@ from adapters.modes import (
     refuse_autocast,
     set_grad_enabled,
 )
-from adapters.points import AFTER, BEFORE, LOGITS_KEY, PER_LAYER, SAMPLED_KEY, Location
+from adapters.points import _STRIDE, AFTER, BEFORE, LOGITS_KEY, PER_LAYER, SAMPLED_KEY, Location
 from adapters.recompute import Written
 from adapters.saves import copied
 
@@ -67,7 +67,7 @@ class Pass:
     """
 
     __slots__ = ("_adopted", "_at", "_back", "_first", "_handed", "_hub", "_il", "_index", "_instead", "_key",
-                 "_loc", "_n", "_payload", "_points", "_positions", "_rank", "_rows", "_value", "_version",
+                 "_loc", "_n", "_payload", "_points", "_positions", "_rank", "_refs", "_rows", "_value", "_version",
                  "draws", "fn", "is_prompt", "live", "order", "request", "state", "step", "thread")  # fmt: skip
 
     def __init__(self, il: Interleaver, live: Live, fn: Intervention | None, order: int = 0) -> None:
@@ -139,7 +139,10 @@ class Pass:
         if untouched and getrefcount(value) <= UNHELD_IN_SAVE and not self._il.grad:
             # It is a copy already and nobody can change it any more; who reads the point again is given another.
             kept: Any = value
-            self._adopted, self._at, self._loc, self._value = self._loc, self._loc, None, None
+            if self._back is lent:
+                kept = value.clone()
+            else:
+                self._adopted, self._at, self._loc, self._value = self._loc, self._loc, None, None
         else:
             kept = copied(value)
         if entries is None:
@@ -175,13 +178,15 @@ class Pass:
         self._rank = -1
 
     def _read(self, loc: Location) -> Any:
-        if loc is self._loc:
-            return self._value
         if self._loc is not None:
+            if loc is self._loc:
+                return self._value
             self._settle()
-        rank = loc.rank
+        il, rank = self._il, loc.rank
         if rank < 0:
-            rank = self._il.floor(loc, self._rank)
+            rank = loc.floor
+            if 0 <= rank < (self._rank - 1) // _STRIDE * _STRIDE:
+                rank = -2  # all of its layer has surely run
         elif rank <= self._rank and loc is not self._adopted:
             rank = -2
         if loc.key != self._key:
@@ -195,10 +200,10 @@ class Pass:
             self._rank = rank
         self._adopted = None
         try:
-            value, self._back = take(loc, self._payload, self._rows, self._index, (self._first, self._n), self._il)
+            value, self._back = take(loc, self._payload, self._rows, self._index, (self._first, self._n), il)
         except NotInRowsError as odd:
             raise NotInRowsError(at_user_line(f"{loc}: {odd}")) from None
-        if self._il.grad:
+        if il.grad:
             value = in_graph(value)
         if self.live.check_finite:
             self._check_finite(loc, value, "is read there")
@@ -209,18 +214,18 @@ class Pass:
             with InferenceMode(False):
                 value = tuple(v.clone() for v in value) if isinstance(value, tuple) else value.clone()
             self._version = versions(value) if isinstance(value, tuple) else value._version
+        if self._back is lent:
+            self._refs = getrefcount(value)
         self._loc, self._value = loc, value
         return value
 
     def _go(self, loc: Location) -> Any:
         """Let the model go on to `loc`: the hub resumes this with what the model holds there."""
         hub = self._hub
-        if hub is None:
-            raise PassedError(at_user_line(f"{loc} was read after its pass had ended (request {self.request})"))
+        if getcurrent() is not self.thread or hub is None:
+            raise self._not_here(loc)
         if not self.draws and loc.key in (LOGITS_KEY, SAMPLED_KEY):
             self._no_draw(loc)
-        if getcurrent() is not self.thread:
-            raise InterventionError(at_user_line(f"{loc} was read on the Pass of another request ({self.request})"))
         self._il.host.attach(loc.key)
         if is_any_autocast_enabled():
             refuse_autocast()
@@ -232,6 +237,11 @@ class Pass:
         finally:  # also where an error comes back instead
             if is_grad_enabled() is not grad:
                 set_grad_enabled(grad)
+
+    def _not_here(self, loc: Location) -> InterventionError:
+        if self._hub is None:
+            return PassedError(at_user_line(f"{loc} was read after its pass had ended (request {self.request})"))
+        return InterventionError(at_user_line(f"{loc} was read on the Pass of another request ({self.request})"))
 
     def _no_draw(self, loc: Location) -> None:
         """The engine holds logits for every pass, but those of an early chunk are nobody's."""
@@ -253,9 +263,18 @@ class Pass:
         version = value._version if type(value) is not tuple else versions(value)
         if version != self._version or self._il.grad:
             self._edited(loc, value, version != self._version)
-        if getrefcount(value) > UNHELD or type(value) is tuple:
+        if self._back is lent:
+            shared = storage_uses(value.untyped_storage()._cdata)
+            if getrefcount(value) > self._refs or shared > LENT - (value is self._payload):
+                self._handed.append((loc, value, version))
+                self._give_another()
+        elif getrefcount(value) > UNHELD or type(value) is tuple:
             self._handed.append((loc, value, version))
         self._at = loc
+
+    def _give_another(self) -> None:
+        """What was lent is kept by somebody: the model goes on with a tensor of its own."""
+        self._payload = self._instead = self._payload.clone()
 
     def _edited(self, loc: Location, value: Any, changed: bool) -> None:
         """Write `value` back. With gradients always: what comes after is to depend on what was handed out."""
@@ -272,7 +291,10 @@ class Pass:
             if live.trail is not None:
                 live.trail.add(f"{loc} written (step {self.step})", value)
         if self._back is not None:
-            self._write_back(value)
+            if self._back is not lent:
+                self._write_back(value)
+            elif value is self._payload and value.requires_grad:
+                self._payload = self._instead = value.detach()
             return
         splice = self._il.grad and loc.key is not SAMPLED_KEY
         instead = (spliced if splice else put)(loc, self._payload, self._rows, self._index, value)
@@ -329,13 +351,28 @@ class Pass:
 
     def _end(self) -> None:
         """The pass is over for this function: nothing of the model's is held any longer."""
+        if self._loc is not None and self._back is lent:
+            self._give_another()
         self._hub = self._loc = self._value = self._payload = self._key = None
         self._rank = -1
         self._handed.clear()
 
 
-def start(m: Pass) -> None:
-    """The greenlet of one function in one pass."""
+# How many greenlets wait for their next function; more than that are let go of.
+_IDLE = 256
+
+
+def functions(idle: list[Any], m: Pass) -> None:
+    """The greenlet of one function after another, each in one pass; in between it lies in `idle`."""
+    thread = getcurrent()
+    while _runs(m) and len(idle) < _IDLE:
+        del m
+        idle.append(thread)
+        m = thread.parent.switch(None)
+
+
+def _runs(m: Pass) -> bool:
+    """Run the function of `m`; whether it came to its end."""
     try:
         assert m.fn is not None
         returned = m.fn(m)
@@ -347,9 +384,10 @@ def start(m: Pass) -> None:
             )
         m._finish()
     except GreenletExit:
-        pass  # ended without a word; a greenlet would hand the exception over as what it returned
+        return False  # ended without a word; a greenlet would hand the exception over as what it returned
     finally:
         m._end()
+    return True
 
 
 for _name in PER_LAYER:

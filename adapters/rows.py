@@ -25,6 +25,10 @@ class Rows(Protocol):
 
     def sampled(self, x: torch.Tensor, i: int) -> torch.Tensor: ...
 
+    @property
+    def alone(self) -> bool:
+        """Whether all rows are of one request."""
+
 
 @dataclass(frozen=True)
 class Slab:
@@ -58,6 +62,10 @@ class Slab:
 
     def sampled(self, x: torch.Tensor, i: int) -> torch.Tensor:
         return x[i : i + 1] if x.dim() != 2 or x.dtype.is_floating_point else x[i]
+
+    @property
+    def alone(self) -> bool:
+        return len(self.starts) == 2
 
     def _check(self, x: torch.Tensor) -> None:
         rows = x.size(0) if x.dim() else -2
@@ -102,6 +110,10 @@ class Batch:
     def sampled(self, x: torch.Tensor, i: int) -> torch.Tensor:
         return x[i : i + 1]
 
+    @property
+    def alone(self) -> bool:
+        return self.size == 1
+
 
 @dataclass(frozen=True)
 class Part:
@@ -124,3 +136,7 @@ class Part:
 
     def sampled(self, x: torch.Tensor, i: int) -> torch.Tensor:
         return self.whole.sampled(x, i)
+
+    @property
+    def alone(self) -> bool:
+        return False

@@ -128,6 +128,8 @@ class Location:
     hi: int = 0
     head_dim: int = 0
     scale: float = 1.0
+    # Of a module by its path: the rank below which everything has run when it does, as far as that is known.
+    floor: int = -1
 
     def __str__(self) -> str:
         return self.name if self.layer is None else f"{self.name}[{self.layer}]"

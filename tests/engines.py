@@ -76,8 +76,10 @@ def assert_clean(runtime: Runtime) -> None:
 
 
 def our_hooks(model: torch.nn.Module) -> list[Any]:
+    """What of ours listens in a model: hooks, and what stands in the place of a module's `forward`."""
     tables = [t for m in model.modules() for t in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks)]
-    return [h for t in tables for h in t.values() if h.__module__.startswith("adapters")]
+    placed = [m.__dict__["forward"] for m in model.modules() if "forward" in m.__dict__]
+    return [h for h in (*placed, *(h for t in tables for h in t.values())) if h.__module__.startswith("adapters")]
 
 
 def prompts(n: int, shortest: int = 3, longest: int = 40, seed: int = 0) -> list[list[int]]:

@@ -103,6 +103,8 @@ class WrappedModule:
         finally:
             il.abandon()
             self.hooks.clear()
+            for live in lives:
+                live.passes.clear()  # each holds its request, which holds it
         return [
             Result(out[a:b] if isinstance(out, torch.Tensor) else out, live.saves, live.error)
             for live, a, b in zip(lives, starts, starts[1:], strict=False)
