@@ -23,7 +23,7 @@ class Column:
 
     `needs` are the modules without which it cannot boot. `plugins` are the vLLM plugins that its workers may load,
     None for all that are installed: a plugin patches every engine of a process, so a plain engine must see none.
-    `environment` is the one that its workers run in, "default" for this interpreter's.
+    `environment` is the one that its workers run in, "default" for this interpreter's. `gpu`: it runs on no CPU.
     """
 
     name: str
@@ -33,12 +33,24 @@ class Column:
     environment: str = "default"
     needs: tuple[str, ...] = ()
     plugins: tuple[str, ...] | None = None
+    gpu: bool = False
 
 
-def _own(name: str, target: str, about: str, *, library: str = "", compiled: bool = False, plugin: str = "") -> Column:
+def _own(
+    name: str,
+    target: str,
+    about: str,
+    *,
+    library: str = "",
+    compiled: bool = False,
+    plugin: str = "",
+    gpu: bool = False,
+) -> Column:
     needs = ("torch", "transformers" if "hf" in name.split("-") else "vllm", library)
     plugins = (plugin,) if plugin else ()
-    return Column(name, f"adapters.{target}", about, compiled, needs=tuple(filter(None, needs)), plugins=plugins)
+    return Column(
+        name, f"adapters.{target}", about, compiled, needs=tuple(filter(None, needs)), plugins=plugins, gpu=gpu
+    )
 
 
 _OWN = [
@@ -109,6 +121,7 @@ _OWN = [
         "hotwire in compiled vLLM on a GPU, steering only",
         compiled=True,
         plugin="hotwire",
+        gpu=True,
     ),
 ]
 

@@ -25,6 +25,8 @@ def columns() -> list[Finding]:
 
 def _look(column: Column) -> Finding:
     what = f"column {column.name}"
+    if column.gpu and not environments.has_cuda():
+        return Finding(what, None, "no CUDA GPU here", "it runs on no CPU: its cells are refused with that reason")
     if column.environment != DEFAULT:
         python = environments.python_of(column.environment)
         if python is None:

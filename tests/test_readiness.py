@@ -18,7 +18,8 @@ from harness.doctor import Finding, line
 
 @pytest.fixture(autouse=True)
 def whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A machine with every module, a compiler, vLLM-Lens out of sight, and no environment built."""
+    """A machine with every module, a compiler, a GPU, vLLM-Lens out of sight, and no environment built."""
+    monkeypatch.setattr(environments, "has_cuda", lambda: True)
     monkeypatch.setattr(readiness, "_importable", lambda module: True)
     monkeypatch.setattr(readiness.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
@@ -67,6 +68,14 @@ def test_a_plugin_that_is_not_in_its_folder(tmp_path: Path) -> None:
     seen = {n: f for n, f in found().items() if f.good is None and "@" not in n}
     assert {n: line(f) for n, f in seen.items()} == {
         "vllm-lens": f"note  column vllm-lens: nothing in {folder}. `make install` brings it"
+    }
+
+
+def test_without_a_gpu_what_needs_one_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "has_cuda", lambda: False)
+    seen = {n: f for n, f in found().items() if f.good is None and "@" not in n}
+    assert {n: line(f) for n, f in seen.items()} == {
+        "hotwire": "note  column hotwire: no CUDA GPU here. it runs on no CPU: its cells are refused with that reason"
     }
 
 
