@@ -7,6 +7,7 @@ What is planted comes as JSON in TAPGRID_FAKE, by column name; `plant` writes it
 
 speed         share of the vanilla speed (1.0)                     noise   sd of the log time of a run (0.01)
 process_noise sd of the log time of a process (0.02)               missing the install line of a missing library
+no_device     what hardware is missing
 crash, raise, hang    the row (or "boot", "close") in which to die, raise, sleep for ever
 wrong         "shift" (values of the token before), "nan", "short" (a token too few), "write" (writes do not land)
 refuse        names of kinds of work to refuse                      rounds  only in these rounds (default: all)
@@ -36,6 +37,7 @@ from adapters.work import (
     ForceToken,
     Gradient,
     Lens,
+    MissingDevice,
     MissingLibrary,
     Nothing,
     Outcome,
@@ -192,6 +194,8 @@ class Fake:
         clock.SOURCE = self.clock
         if "missing" in self.plan:
             raise MissingLibrary(self.plan["missing"])
+        if "no_device" in self.plan:
+            raise MissingDevice(self.plan["no_device"])
         self._note_who_is_alive()
         self._trap("boot")
         self.clock.advance(5)

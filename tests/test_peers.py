@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +48,8 @@ from adapters.work import (
     Work,
     points_of,
 )
+from harness import worker
+from tests.fake import model_folder
 from tests.peer_conformance import SETTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -374,6 +377,19 @@ def test_hotwire_without_a_gpu_refuses_as_a_whole(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(MissingDevice, match=r"Triton kernel.* pip install .*hotwire-vllm==0\.1\.2") as refused:
         hotwire.Hotwire().boot(tmp_path, Settings())
     assert refused.value.code == "no-device"
+
+
+def test_hotwires_cells_are_refused_one_by_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(hotwire, "has_gpu", lambda: False)
+    lines: list[dict[str, Any]] = []
+    spec = worker.Spec(
+        fd=-1, column=asdict(PEERS["hotwire"]), model=str(model_folder(tmp_path)), settings=asdict(Settings()),
+        rows=[{"name": "generate"}, {"name": "steer"}], runs=1, seed=0, validator="", cache=str(tmp_path),
+    )  # fmt: skip
+    worker.serve(spec, lambda kind, **values: lines.append({"kind": kind, **values}))
+    assert lines[0] == {"kind": "phase", "phase": "boot", "row": None}
+    told = [(x["kind"], x["row"], x["code"], x["reason"]) for x in lines[1:]]
+    assert told == [("refusal", row, "no-device", hotwire.NO_GPU) for row in ("generate", "steer")]
 
 
 def test_hotwire_steers_and_no_more() -> None:

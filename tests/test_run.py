@@ -93,13 +93,14 @@ def test_a_boot_that_fails_costs_the_column_its_round_and_is_given_up_after_two(
     assert store.failed[2]["process"] is None
 
 
-def test_a_column_without_its_library_is_asked_once(measure: Measure) -> None:
-    plant = {"fake-a": {"missing": "pip install it"}}
-    store = measure(plant, columns=("fake-a", "fake-b"), rows=("generate",), rounds=2)
-    assert [(r["round"], r["code"], r["reason"]) for r in store.refusals] == [
-        (0, "no-library", "pip install it"),
-        (1, "no-library", "pip install it"),
+@pytest.mark.parametrize(("lacks", "code"), [("missing", "no-library"), ("no_device", "no-device")])
+def test_a_column_that_cannot_boot_here_is_asked_once(measure: Measure, lacks: str, code: str) -> None:
+    plant = {"fake-a": {lacks: "get it"}}
+    store = measure(plant, columns=("fake-a", "fake-b"), rows=("generate", "steer"), rounds=2)
+    assert [(r["round"], r["row"], r["code"], r["reason"]) for r in store.refusals] == [
+        (n, row, code, "get it") for n in (0, 1) for row in ("generate", "steer")
     ]
+    assert [r["process"] is None for r in store.refusals] == [False, False, True, True]
     assert [p["column"] for p in store.processes] == ["fake-b"] * 2
     assert not store.failed
 
