@@ -102,10 +102,19 @@ def _vllm_sharded(path: Path, dtype: str, taps: list[str], arguments: dict[str, 
     return load_vllm_sharded(path, dtype=dtype, taps=taps or None, **arguments)
 
 
+def _hf_sharded(path: Path, dtype: str, taps: list[str], arguments: dict[str, Any]) -> Engine:
+    from adapters.engines.hf_sharded import load_hf_sharded
+
+    if taps:
+        raise LoadError("taps=[...] with backend='sharded' needs engine='vllm'")
+    return load_hf_sharded(path, dtype=dtype, **arguments)
+
+
 _ENGINES_OF: dict[tuple[str, str], Callable[[Path, str, list[str], dict[str, Any]], Engine]] = {
     ("hf", "eager"): _hf_eager,
     ("vllm", "eager"): _vllm_eager,
     ("hf", "taps"): _hf_taps,
     ("vllm", "taps"): _vllm_taps,
     ("vllm", "sharded"): _vllm_sharded,
+    ("hf", "sharded"): _hf_sharded,
 }

@@ -9,7 +9,7 @@ refused when they differ.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,11 @@ import torch
 from adapters.errors import RanksDivergedError, ShardingError, at_line, line_of
 from adapters.exchange import _with as swapped
 from adapters.interleave import Host, Interleaver, Key
+from adapters.intervention import Intervention
+from adapters.live import Live
 from adapters.modes import InferenceMode
 from adapters.points import AFTER, BEFORE, LOGITS_KEY, PER_LAYER, SAMPLED_KEY, Points, Site
-from adapters.ranks import Ranks, digest
+from adapters.ranks import Ranks, Trail, digest
 from adapters.rows import Rows
 from adapters.splits import Split, gathered, own
 
@@ -104,12 +106,22 @@ def _ranges(numbers: list[int]) -> str:
 class WholeInterleaver(Interleaver):
     """An `Interleaver` whose visits are given whole tensors."""
 
+    lending = False
+
     def __init__(self, host: Host, sharding: Sharding, ranks: Ranks) -> None:
         super().__init__(host)
         self.sharding, self.ranks = sharding, ranks
         # Logits and tokens are gathered by the engines themselves, on every rank.
         self._splits: dict[Key, Split | None] = {LOGITS_KEY: None, SAMPLED_KEY: None}
         self._names = _names(host.points)
+        # What this rank did, by request; `check_reads` is whether what is read counts too, for requests to come.
+        self.trails: dict[str, Trail] = {}
+        self.check_reads = False
+
+    def live(self, id: str, fns: Sequence[Intervention], body: Any = None, check_finite: bool = False) -> Live:
+        live = super().live(id, fns, body, check_finite)
+        live.trail = self.trails[id] = Trail(self.check_reads)
+        return live
 
     def visit(self, key: Key, payload: Any) -> Any:
         passes = self.waiting.get(key)

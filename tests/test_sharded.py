@@ -355,6 +355,12 @@ def test_a_model_that_does_not_divide_is_refused_with_the_number(
         check_divides(config(tmp_path, **own), tp)
 
 
+def test_an_engine_that_holds_no_head_twice_says_which_does(tmp_path: Path) -> None:
+    check_divides(config(tmp_path, num_key_value_heads=1), 2)
+    with pytest.raises(LoadError, match=r"has 1 key-value heads, .*engine='vllm' does"):
+        check_divides(tmp_path, 2, copies=False)
+
+
 @pytest.mark.parametrize(("kv", "tp"), [(4, 2), (4, 8), (1, 4), (8, 8), (2, 8)])
 def test_key_value_heads_divide_or_are_held_by_several_ranks(kv: int, tp: int, tmp_path: Path) -> None:
     check_divides(config(tmp_path, num_key_value_heads=kv), tp)

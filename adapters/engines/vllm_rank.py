@@ -16,7 +16,7 @@ from adapters.engines.vllm_worker import Worker, WorkerHost
 from adapters.engines.wire import Carried, Kept
 from adapters.errors import LoadError
 from adapters.live import Live
-from adapters.ranks import Ranks, Trail, digest
+from adapters.ranks import Ranks, digest
 from adapters.sharded import Sharding, WholeInterleaver
 
 
@@ -47,11 +47,11 @@ class RankHost(WorkerHost):
         return logits
 
     def admitted(self, live: Live, carried: Carried) -> None:
-        live.trail = Trail(carried.check_ranks)
+        assert live.trail is not None
+        live.trail.reads = carried.check_ranks
 
     def kept(self, live: Live) -> Kept:
-        kept, trail = super().kept(live), live.trail
-        assert trail is not None
+        kept, trail = super().kept(live), self.il.trails.pop(live.id)
         if trail.reads:
             for name, entries in live.saves.items():
                 trail.entries.append((f"what was saved as {name!r}", digest(entries)))

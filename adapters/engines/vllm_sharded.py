@@ -93,8 +93,9 @@ def load_vllm_sharded(
     return engine
 
 
-def check_divides(path: Path, tp: int) -> None:
-    """Refuse a model that tensor parallelism cannot divide, with the number that does not."""
+def check_divides(path: Path, tp: int, *, copies: bool = True) -> None:
+    """Refuse a model that tensor parallelism cannot divide, with the number that does not. `copies` is whether the
+    engine can hold a key-value head on several ranks."""
     config = json.loads((path / "config.json").read_text())
     d = dimensions(config)
     named = {"attention heads": d.heads, "MLP neurons": d.d_mlp}
@@ -103,6 +104,11 @@ def check_divides(path: Path, tp: int) -> None:
             raise LoadError(
                 f"{path.name} has {count} {what}, which do not divide by tp={tp}: choose a tp that divides them"
             )
+    if d.kv_heads % tp and not copies:
+        raise LoadError(
+            f"{path.name} has {d.kv_heads} key-value heads, which do not divide by tp={tp}, and transformers does not "
+            "hold one on several ranks: engine='vllm' does"
+        )
     if d.kv_heads % tp and tp % d.kv_heads:
         raise LoadError(
             f"{path.name} has {d.kv_heads} key-value heads, and neither do they divide by tp={tp} nor tp by them: "
