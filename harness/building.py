@@ -203,19 +203,22 @@ def _look(environment: Environment) -> str:
 
 def _stamp(environment: Environment, seconds: float) -> dict[str, Any]:
     folder = environment.folder
-    size = sum(f.lstat().st_size for f in folder.rglob("*") if not f.is_symlink() and f.is_file())
     stamp = {
         "name": environment.name,
         "digest": environment.digest,
         "python": sys.version.split()[0],
         "seconds": round(seconds, 1),
-        "bytes": size,
+        "bytes": _size(folder),
         "packages": installed([str(p) for p in folder.glob("lib/python*/site-packages")]),
     }
     scratch = folder / f"{STAMP}.new"
     scratch.write_text(json.dumps(stamp, indent=1))
     scratch.replace(folder / STAMP)
     return stamp
+
+
+def _size(folder: Path) -> int:
+    return sum(f.lstat().st_size for f in folder.rglob("*") if not f.is_symlink() and f.is_file())
 
 
 def _run(command: Sequence[str], log: Path) -> None:
@@ -230,7 +233,7 @@ def _run(command: Sequence[str], log: Path) -> None:
 def _room(environment: Environment) -> None:
     place = next(p for p in environment.folder.parents if p.exists())
     free = shutil.disk_usage(place).free / 1e9
-    if free < environment.gigabytes:
+    if free + _size(environment.folder) / 1e9 < environment.gigabytes:  # what was begun is there already
         raise BuildError(
             f"{environment.name} needs about {environment.gigabytes:g} GB, and {place} has {free:.1f}: make room, "
             f"or set {envs.VARIABLE} to a folder with more"

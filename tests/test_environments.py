@@ -325,7 +325,9 @@ def test_failures_say_what_to_do(
     assert python_of("small") is None
 
 
-def test_no_room_is_said_before_anything_is_made(place: Path, pip: list[list[str]], said: Said, known: None) -> None:
+def test_no_room_is_said_before_anything_is_made(
+    place: Path, pip: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import dataclasses
 
     huge = dataclasses.replace(SMALL, gigabytes=1e9)
@@ -334,6 +336,10 @@ def test_no_room_is_said_before_anything_is_made(place: Path, pip: list[list[str
     ):
         building.build(huge, lambda said: None)
     assert not huge.folder.exists()
+    huge.folder.mkdir(parents=True)  # an interrupted build that has nearly all of it
+    monkeypatch.setattr(building, "_size", lambda folder: int(1e18))
+    building.build(huge, lambda said: None)
+    assert stamp_of(huge) is not None
 
 
 def test_a_folder_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
