@@ -6,7 +6,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import psutil
@@ -27,19 +29,20 @@ VLLM = {
 }
 # Processes that an engine of this process starts as well: they compile, or clean up.
 _HELPERS = ("resource_tracker", "compile_worker")
+# What leads out of an object into the whole process.
+_ELSEWHERE = (type, ModuleType, FunctionType, BuiltinFunctionType, CodeType, FrameType, str, bytes, int, float)
 
 
-def facts() -> dict[str, Any]:
-    """The facts of this process: threads of torch, whether the engine is in it, and vLLM's configuration if it has one.
+def facts(adapter: object = None) -> dict[str, Any]:
+    """The facts of this process: threads of torch, whether the engine is in it, and the configuration of the vLLM that
+    the adapter holds, if it holds one.
 
     Two configurations that disagree are told as a list, for then nobody can say which one was measured.
     """
     found: dict[str, Any] = {"in_process": not any(_engines()), "omp_threads": os.environ.get("OMP_NUM_THREADS")}
     if torch := sys.modules.get("torch"):
         found["threads"] = torch.get_num_threads()
-    if "vllm" in sys.modules:
-        found |= from_configs(_configs())
-    return found
+    return found | from_configs(held(adapter, "VllmConfig"))
 
 
 def _engines() -> Iterator[psutil.Process]:
@@ -53,9 +56,26 @@ def _engines() -> Iterator[psutil.Process]:
             yield child
 
 
-def _configs() -> list[Any]:
-    # Libraries keep their engine in places of their own; the collector knows all of them.
-    return [o for o in gc.get_objects() if type(o).__name__ == "VllmConfig"]
+def held(root: object, name: str, most: int = 100_000) -> list[Any]:
+    """The objects whose class has that name, among the `most` nearest that `root` holds.
+
+    Libraries keep their engine in places of their own, and vLLM takes what it holds out of the collector's sight
+    (`gc.freeze`), so it is looked for from here, breadth first, by what refers to what.
+
+    >>> held({"a": [ZeroDivisionError()]}, "ZeroDivisionError")
+    [ZeroDivisionError()]
+    """
+    found, seen, queue = [], {id(root)}, deque([root])
+    while queue and len(seen) < most:
+        one = queue.popleft()
+        if type(one).__name__ == name:
+            found.append(one)
+            continue
+        for other in gc.get_referents(one):
+            if id(other) not in seen and not isinstance(other, _ELSEWHERE):
+                seen.add(id(other))
+                queue.append(other)
+    return found
 
 
 def from_configs(configs: Iterable[Any]) -> dict[str, Any]:

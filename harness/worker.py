@@ -116,7 +116,7 @@ def serve(spec: Spec, send: Callable[..., None]) -> None:
             "process",
             settings=dict(adapter.engine_settings()),
             packages=fingerprint.packages(),
-            engine=engine_facts.facts(),
+            engine=engine_facts.facts(adapter),
             boot_wall_seconds=took.wall,
             boot_cpu_seconds=took.cpu,
             started=started,

@@ -232,16 +232,30 @@ def test_configurations_that_disagree_are_both_told() -> None:
     assert found["max_num_seqs"] == [4, 8]
 
 
-def test_a_configuration_is_found_wherever_a_library_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    class VllmConfig:
-        cache_config = SimpleNamespace(enable_prefix_caching=True)
+class VllmConfig:
+    cache_config = SimpleNamespace(enable_prefix_caching=True)
 
-    hidden = {"somewhere": [VllmConfig()]}
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
-    assert engine_facts.facts()["prefix_caching"] is True
-    hidden.clear()
-    gc.collect()
+
+def test_a_configuration_is_found_wherever_a_library_keeps_it_and_out_of_the_collectors_sight() -> None:
+    adapter = SimpleNamespace(_model=SimpleNamespace(driver={"engines": [SimpleNamespace(_hidden=VllmConfig())]}))
+    gc.freeze()  # as vLLM does
+    try:
+        assert engine_facts.facts(adapter)["prefix_caching"] is True
+    finally:
+        gc.unfreeze()
+    assert "prefix_caching" not in engine_facts.facts(SimpleNamespace())
     assert "prefix_caching" not in engine_facts.facts()
+
+
+def test_the_search_ends_and_does_not_leave_the_adapter() -> None:
+    ring: dict[str, Any] = {"modules": sys.modules[__name__], "kind": VllmConfig}
+    ring["itself"] = ring
+    assert engine_facts.held(ring, "VllmConfig") == []  # a class is no configuration, and a module is elsewhere
+    far = [VllmConfig()]
+    for _ in range(50):
+        far = [far]
+    assert len(engine_facts.held(far, "VllmConfig")) == 1
+    assert engine_facts.held(far, "VllmConfig", most=20) == []
 
 
 # --- the committed results, and what columns boot with ---
