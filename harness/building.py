@@ -37,7 +37,10 @@ _CAUSES = (
         r"NewConnectionError|name resolution|Network is unreachable|ConnectionError|ReadTimeout|ProxyError",
         "no network: pip could not reach its index",
     ),
-    (r"ensurepip is not available|No module named ensurepip", "this Python has no venv (Debian: python3-venv)"),
+    (
+        r"ensurepip is not available|No module named '?(ensurepip|venv)",
+        "this Python has no venv (Debian: python3-venv)",
+    ),
     (r"No matching distribution found for (?P<what>\S+)", "pip finds no {what} for this Python and this machine"),
     (r"ResolutionImpossible|conflicting dependencies", "its pins contradict each other"),
     (r"MemoryError|Killed", "memory ran out"),
@@ -83,6 +86,9 @@ def build(environment: Environment, say: Say, run: Run | None = None) -> dict[st
                 run(command(), folder / LOG)
             except (subprocess.CalledProcessError, OSError) as error:
                 raise BuildError(_explain(environment, what, error)) from error
+            except KeyboardInterrupt:
+                again = f"`tapgrid env build {environment.name}` goes on from here"
+                raise KeyboardInterrupt(f"{environment.name}: {what}: interrupted. {again}") from None
         stamp = _stamp(environment, time.monotonic() - begin)
     for old in folders(environment.name):
         if old != folder:

