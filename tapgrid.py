@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from adapters.runtime import Runtime
 
 _HOMES = {
+    "Add": "adapters.declared",
+    "Capture": "adapters.declared",
     "Output": "adapters.runtime",
     "Pass": "adapters.intervention",
     "Runtime": "adapters.runtime",
 }
 
-__all__ = ["Output", "Pass", "Runtime", "load", "wrap"]  # noqa: F822 (looked up lazily below)
+__all__ = ["Add", "Capture", "Output", "Pass", "Runtime", "load", "wrap"]  # noqa: F822 (looked up lazily below)
 
 
 def load(model: str | Path, **arguments: Any) -> Runtime:

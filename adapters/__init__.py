@@ -11,6 +11,8 @@ from typing import Any
 _HOMES: dict[str, str] = {
     "load": "adapters.boot",
     "Runtime": "adapters.runtime",
+    "Add": "adapters.declared",
+    "Capture": "adapters.declared",
     "Output": "adapters.runtime",
     "Pass": "adapters.intervention",
 }

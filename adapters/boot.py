@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from adapters.errors import LoadError
 from adapters.runtime import Engine, Runtime
-from adapters.selftest import check_ranks, check_taps
+from adapters.selftest import check_buffers, check_ranks, check_taps
 
 EngineName = Literal["hf", "vllm"]
 BackendName = Literal["eager", "taps", "sharded"]
@@ -21,6 +21,7 @@ def load(
     backend: BackendName = "eager",
     taps: Sequence[str] | None = None,
     tp: int | None = None,
+    buffers: Sequence[str] = (),
     dtype: str = "bfloat16",
     resolve: Callable[[str], Path] | None = None,
     **arguments: Any,
@@ -36,6 +37,8 @@ def load(
         taps: the points that stay live in a compiled model: "resid_post.*" (every layer), "z.10", "embed".
             `logits` and `sampled` are always reachable. With backend="sharded" the model is compiled if there are any.
         tp: how many ranks backend="sharded" splits the model over.
+        buffers: the points at which `Capture` and `Add` run inside the graph of a compiled vLLM, as part of it and with
+            no Python: `buffers=["resid_post.*"]`, beside or instead of taps.
         arguments: passed to the engine, on top of what every tapgrid engine boots with.
 
     Raises LoadError for a combination that cannot work, with what to change.
@@ -50,8 +53,14 @@ def load(
         raise LoadError(
             f"tp={tp} with backend={backend!r}: backend='sharded' and tp=2 or more go together, and nothing else does"
         )
-    if isinstance(taps, str):
-        raise LoadError(f"taps is a list of points: taps=[{taps!r}]")
+    for name, given in (("taps", taps), ("buffers", buffers)):
+        if isinstance(given, str):
+            raise LoadError(f"{name} is a list of points: {name}=[{given!r}]")
+    if buffers and (engine, backend) != ("vllm", "taps"):
+        raise LoadError(
+            f"buffers={list(buffers)} needs engine='vllm' with backend='taps'; elsewhere Capture and Add need no "
+            "declaring and run as Python"
+        )
     booted = _ENGINES_OF.get((engine, backend))
     if booted is None:
         known = ", ".join(f"engine={e!r} backend={b!r}" for e, b in _ENGINES_OF)
@@ -63,12 +72,14 @@ def load(
                 f"{str(model)!r} is not a folder; tapgrid.load also takes names of embedded models and hub ids"
             )
         path = resolve(str(model))
-    more = arguments if tp is None else {**arguments, "tp": tp}
+    more = {**arguments, **({"tp": tp} if tp is not None else {}), **({"buffers": list(buffers)} if buffers else {})}
     runtime = Runtime(booted(path, dtype, list(taps or ()), more))
     if tp is not None:
         check_ranks(runtime)
     if taps is not None:
         check_taps(runtime)
+    if buffers:
+        check_buffers(runtime)
     return runtime
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from adapters import declared as stated
 from adapters.boot import BackendName, EngineName, load
 from adapters.errors import InterventionError
 from adapters.intervention import Intervention, Pass
@@ -34,27 +35,18 @@ from adapters.work import (
 
 
 def capture(points: Sequence[str]) -> Intervention:
-    """Save every named point ("resid_post.15", "logits"), every pass, in the model's order."""
-    wanted = [(p, *split(p)) for p in points]
-
-    def intervention(m: Pass) -> None:
-        for key, name, layer in wanted:
-            at = getattr(m, name)
-            m.save(key, at if layer is None else at[layer])
-
-    return intervention
+    """Save every named point ("resid_post.15", "logits"), every pass."""
+    return stated.Capture(*points) if points else _nothing
 
 
 def steer(point: str, vector: torch.Tensor, watch: Sequence[str]) -> Intervention:
     """Add `vector` at `point` to every token, then save what `watch` names."""
-    name, layer = split(point)
-    also = capture(watch)
+    add = stated.Add(point, vector)
+    return add.then(stated.Capture(*watch)) if watch else add
 
-    def intervention(m: Pass) -> None:
-        getattr(m, name)[layer] += vector
-        also(m)
 
-    return intervention
+def _nothing(m: Pass) -> None:
+    """No point is asked for."""
 
 
 def ablate_head(layer: int, head: int, watch: Sequence[str]) -> Intervention:
@@ -145,6 +137,7 @@ class Tapgrid:
     engine: EngineName
     backend: BackendName = "eager"
     taps: tuple[str, ...] | None = None
+    buffers: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.rt: Runtime | None = None
@@ -154,6 +147,8 @@ class Tapgrid:
         self.settings = settings
         self.dtype = getattr(torch, settings.dtype)
         arguments: dict[str, Any] = {"settings": settings} if self.engine == "vllm" else {"threads": settings.threads}
+        if self.buffers:
+            arguments["buffers"] = self.buffers
         try:
             self.rt = load(
                 model, engine=self.engine, backend=self.backend, taps=self.taps, dtype=settings.dtype, **arguments
@@ -230,11 +225,13 @@ class TapgridEager(Tapgrid):
 
 
 class TapgridTaps(Tapgrid):
-    """Compiled vLLM; every residual stream and every head output is live, which is what the rows need."""
+    """Compiled vLLM; every residual stream and every head output is live, which is what the rows need, and what a row
+    states (capture, steer) is part of the graph."""
 
     engine: EngineName = "vllm"
     backend: BackendName = "taps"
     taps = ("resid_post.*", "z.*")
+    buffers = ("resid_post.*",)
 
 
 class TapgridHF(Tapgrid):

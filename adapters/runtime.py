@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
+from adapters.declared import one_by_one
 from adapters.errors import LoadError
 from adapters.intervention import Intervention, Pass
 from adapters.points import Location, Points
@@ -191,7 +192,7 @@ class Runtime:
         if grad:
             self._check_grad(max_new_tokens)
         asks = [
-            Ask(self._next_id(), ids, sampling, (*shared, *((f,) if f else ())), None, check_finite, grad, check_ranks)
+            Ask(self._next_id(), ids, sampling, (*shared, *one_by_one(f)), None, check_finite, grad, check_ranks)
             for ids, f in zip(asked, own, strict=True)
         ]
         outputs = self.engine.run(asks)
@@ -287,12 +288,12 @@ class Runtime:
 
     def _edits(self, names: Sequence[str] | None) -> tuple[Intervention, ...]:
         if names is None:
-            return tuple(self._installed.values())
+            names = tuple(self._installed)
         names = [names] if isinstance(names, str) else names
         missing = [n for n in names if n not in self._installed]
         if missing:
             raise KeyError(f"edits={missing}: not installed; installed: {', '.join(self._installed) or 'none'}")
-        return tuple(self._installed[n] for n in names)
+        return tuple(fn for n in names for fn in one_by_one(self._installed[n]))
 
     def _eos(self) -> tuple[int, ...]:
         eos: Any = getattr(self.engine, "eos_token_id", None)

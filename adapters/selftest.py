@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from adapters.declared import Add, Capture
 from adapters.errors import InterventionError, LoadError
 from adapters.points import PER_LAYER, Location, Points
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from adapters.intervention import Pass
-    from adapters.runtime import Runtime
+    from adapters.runtime import Output, Runtime
 
 PROMPT = (5, 7, 11, 13, 17)
 _WHY = (
@@ -81,6 +84,41 @@ def _deaf(runtime: Runtime, locations: list[Location]) -> list[Location]:
         for loc in _one_of_each(locations)
         if any(torch.equal(a, b) for a, b in zip(plain, logits(loc), strict=True))
     ]
+
+
+def check_buffers(runtime: Runtime) -> None:
+    """Refuse to serve (LoadError) unless every buffered point is filled in prefill and in decode, and adds."""
+    locations: list[Location] = runtime.engine.buffered()  # type: ignore[attr-defined]
+    names = [str(loc).replace("[", ".").rstrip("]") for loc in locations]
+
+    def run(*work: Add) -> Output:
+        for i, add in enumerate(work):
+            runtime.install(add, name=f"self-test-{i}")
+        try:
+            return runtime.run([PROMPT], Capture(*names), max_new_tokens=2, ignore_eos=True, on_error="return")[0]
+        finally:
+            for i in range(len(work)):
+                runtime.remove(f"self-test-{i}")
+
+    try:
+        plain = run()
+        dead = [n for n in names if not _filled(plain.saves.get(n, ()))]
+        if dead:
+            raise LoadError(f"buffers that the graph does not fill: {', '.join(dead)}; {_WHY}")
+        for loc in _one_of_each(locations):
+            name = str(loc).replace("[", ".").rstrip("]")
+            row = plain.saves[name][0][0]
+            moved = run(Add(name, torch.ones_like(row), 1024.0)).saves.get(name, ())
+            if len(moved) != 2 or not all((b > a).all() for a, b in zip(plain.saves[name], moved, strict=True)):
+                raise LoadError(f"buffers that add nothing: {name}; {_WHY}")
+    except BaseException:
+        runtime.close()
+        raise
+
+
+def _filled(rows: Sequence[torch.Tensor]) -> bool:
+    """Whether prefill and decode left rows, and decode not those of the prefill again."""
+    return len(rows) == 2 and all(bool(r.any()) for r in rows) and not torch.equal(rows[0][:1], rows[1])
 
 
 def _one_of_each(locations: list[Location]) -> list[Location]:

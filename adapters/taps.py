@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from adapters.errors import NotDeclaredError, PointRefusedError, UnknownPointError, at_user_line
+from adapters.declared import every
+from adapters.errors import NotDeclaredError, PointRefusedError, at_user_line
 from adapters.interleave import Interleaver, Key, no_such_module
-from adapters.points import LOGITS_KEY, PER_LAYER, SAMPLED_KEY, Location, Points
+from adapters.points import LOGITS_KEY, SAMPLED_KEY, Location, Points
 
 OPERATORS = ("tapgrid::tap_", "tapgrid::tap_pair_")
 
@@ -27,8 +28,9 @@ _CALLBACKS: list[Callable[..., None] | None] = []
 
 # Raw definitions: 1.7 us idle, against 56 us for the `torch.library.custom_op` decorator.
 _LIBRARY = torch.library.Library("tapgrid", "DEF")
-_LIBRARY.define("tap_(Tensor(a!) x, int id) -> ()")
-_LIBRARY.define("tap_pair_(Tensor(a!) hidden, Tensor(b!) residual, int id) -> ()")
+# The id is data: as a constant it would make every layer's graph another one, to be compiled for itself.
+_LIBRARY.define("tap_(Tensor(a!) x, Tensor id) -> ()")
+_LIBRARY.define("tap_pair_(Tensor(a!) hidden, Tensor(b!) residual, Tensor id) -> ()")
 
 
 _COUNTS_VERSIONS = "ADInplaceOrView"
@@ -36,14 +38,14 @@ _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
-def _tap(x: torch.Tensor, id: int) -> None:
-    callback = _CALLBACKS[id]
+def _tap(x: torch.Tensor, id: torch.Tensor) -> None:
+    callback = _CALLBACKS[int(id)]
     if callback is not None:
         _counting(callback, x)
 
 
-def _tap_pair(hidden: torch.Tensor, residual: torch.Tensor, id: int) -> None:
-    callback = _CALLBACKS[id]
+def _tap_pair(hidden: torch.Tensor, residual: torch.Tensor, id: torch.Tensor) -> None:
+    callback = _CALLBACKS[int(id)]
     if callback is not None:
         _counting(callback, hidden, residual)
 
@@ -75,11 +77,7 @@ def declared(taps: Sequence[str], points: Points) -> list[Location]:
     """
     found: dict[Key, Location] = {}
     for tap in taps:
-        name, star, _ = tap.partition(".*")
-        if star and name not in PER_LAYER:
-            raise UnknownPointError(f"taps={tap!r}: {name} has no layers")
-        # Where no layer has the point, the first one says why.
-        for loc in [points.at(name, layer) for layer in points.layers(name) or (0,)] if star else [points.parse(tap)]:
+        for _, loc in every(tap, points):
             if not loc.site.in_place:
                 raise PointRefusedError(
                     f"taps={tap!r}: an edit of {loc} is more than a write to the memory that the model holds, which is "
@@ -141,33 +139,44 @@ class Taps:
 
 
 def _insert(model: torch.nn.Module, loc: Location, id: int) -> None:
-    """Call the operator from a hook that the compiler traces."""
+    """Call the operator where the point is; its id is a buffer of the module there."""
+    name = f"tapgrid_{loc.key[1]}"
+
+    def operator(module: torch.nn.Module, found: torch.Tensor, second: torch.Tensor | None) -> None:
+        if second is None:
+            torch.ops.tapgrid.tap_(found, getattr(module, name))
+        else:
+            torch.ops.tapgrid.tap_pair_(found, second, getattr(module, name))
+
+    hook(model, loc, operator).register_buffer(name, torch.tensor(id, device="cpu"), persistent=False)
+
+
+def hook(model: torch.nn.Module, loc: Location, do: Callable[[Any, torch.Tensor, torch.Tensor | None], None]) -> Any:
+    """Call `do` on what the model holds at `loc`, from a hook that the compiler traces. Returns the module there.
+
+    `do` gets the module, the tensor, and the residual where the engine keeps that apart.
+    """
     path, site = loc.key[0], loc.site
     try:
         module = model.get_submodule(path)
     except AttributeError:
         raise no_such_module(path, [n for n, _ in model.named_modules() if n]) from None
 
-    def parts_of(found: Any, second: Any) -> None:
-        if second is None:
-            torch.ops.tapgrid.tap_(found, id)
-        else:
-            torch.ops.tapgrid.tap_pair_(found, second, id)
-
     def out(module: torch.nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor):
-            parts_of(output, None)
+            do(module, output, None)
         else:
-            parts_of(output[site.index], output[1] if site.form == "pair" else None)
+            do(module, output[site.index], output[1] if site.form == "pair" else None)
 
     def into(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if site.arg is not None and site.arg in kwargs:
-            parts_of(kwargs[site.arg], kwargs.get("residual") if site.form == "pair" else None)
+            do(module, kwargs[site.arg], kwargs.get("residual") if site.form == "pair" else None)
         else:
             second = args[site.index + 1] if site.form == "pair" and len(args) > site.index + 1 else None
-            parts_of(args[site.index], second)
+            do(module, args[site.index], second)
 
     if loc.key[1] == "out":
         module.register_forward_hook(out)
     else:
         module.register_forward_pre_hook(into, with_kwargs=True)
+    return module

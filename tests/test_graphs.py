@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adapters import taps
-from adapters.engines.graphs import demote_when, splitting
+from adapters.engines.graphs import demote_descriptors_when, demote_when, is_compiled, is_hybrid, splitting
 
 vllm_config = pytest.importorskip("vllm.config", reason="vLLM is what is tested here: run `make install`")
 pytestmark = pytest.mark.engine
@@ -69,6 +69,99 @@ def test_a_mode_that_vllm_itself_rules_out_stays_out(dispatcher: Any) -> None:
     assert mode == CUDAGraphMode.NONE
 
 
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The second model runner's manager, which thinks that it has captured sizes 1, 2, 4 and 8."""
+    from types import SimpleNamespace as Plain
+
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu import cudagraph_utils as v2
+
+    monkeypatch.setattr(v2, "get_pp_group", lambda: Plain(is_first_rank=True, is_last_rank=True))
+    monkeypatch.setattr(v2, "current_platform", Plain(get_global_graph_pool=lambda: None))
+    config = Plain(
+        scheduler_config=Plain(max_num_seqs=8),
+        compilation_config=Plain(cudagraph_capture_sizes=[1, 2, 4, 8], max_cudagraph_capture_size=8),
+        parallel_config=Plain(data_parallel_size=1, tensor_parallel_size=1),
+        speculative_config=None,
+    )
+
+    def made(mode: str) -> Any:
+        found = v2.CudaGraphManager(config, torch.device("cpu"), CUDAGraphMode[mode], 1)
+        found._graphs_captured = True
+        return found
+
+    return made
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3, 5, 7, 8])
+def test_only_busy_steps_of_the_second_runner_are_demoted(manager: Any, requests: int) -> None:
+    """Live batches of 3, 5 and 7 are padded to 4 and 8 rows either way."""
+    busy = [False]
+    graphs = manager("FULL_AND_PIECEWISE")
+    demote_descriptors_when(graphs, lambda: busy[0])
+    found = []
+    for state in (False, True, False):
+        busy[0] = state
+        found.append(graphs.dispatch(requests, requests, 1, 0))
+    assert [d.cg_mode.name for d in found] == ["FULL", "PIECEWISE", "FULL"]
+    assert {d.num_tokens for d in found} == {next(n for n in (1, 2, 4, 8) if n >= requests)}
+    busy[0] = True
+    assert graphs.dispatch(1, 30, None, 0).cg_mode.name == "NONE"  # larger than any graph, busy or not
+
+
+def test_a_hybrid_trunk_has_graphs_for_idle_decode_alone(manager: Any) -> None:
+    from vllm.config import CUDAGraphMode
+
+    mode = splitting(hybrid=True)["cudagraph_mode"]
+    assert CUDAGraphMode[mode].mixed_mode() == CUDAGraphMode.NONE
+    busy = [False]
+    graphs = manager(mode)
+    demote_descriptors_when(graphs, lambda: busy[0])
+    assert graphs.dispatch(3, 3, 1, 0).cg_mode.name == "FULL"
+    assert graphs.dispatch(2, 8, None, 0).cg_mode.name == "NONE"  # prefill and decode mixed
+    busy[0] = True
+    assert graphs.dispatch(3, 3, 1, 0).cg_mode.name == "NONE"
+
+
+def test_the_first_runner_does_the_same_for_a_hybrid_trunk(dispatcher: Any) -> None:
+    from vllm.config import CUDAGraphMode
+
+    mode = CUDAGraphMode[splitting(hybrid=True)["cudagraph_mode"]]
+    dispatcher.cudagraph_keys = {kind: set() for kind in dispatcher.cudagraph_keys}
+    dispatcher.initialize_cudagraph_keys(mode, uniform_decode_query_len=1)
+    busy = [False]
+    demote_when(dispatcher, lambda: busy[0])
+    modes = [dispatcher.dispatch(num_tokens=n, uniform_decode=u)[0].name for n, u in ((3, True), (6, False))]
+    busy[0] = True
+    modes.append(dispatcher.dispatch(num_tokens=3, uniform_decode=True)[0].name)
+    assert modes == ["FULL", "NONE", "NONE"]
+
+
+@pytest.mark.parametrize(
+    ("config", "hybrid"),
+    [
+        ({"model_type": "llama"}, False),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, False),
+        ({"layer_types": ["linear_attention", "full_attention"]}, True),
+        ({"text_config": {"full_attention_interval": 4}}, True),
+        ({"layers_block_type": ["mamba", "attention"]}, True),
+        ({"mamba_d_state": 16}, True),
+    ],
+)
+def test_hybrid_trunks_are_known_by_their_config(config: dict[str, Any], hybrid: bool) -> None:
+    assert is_hybrid(config) is hybrid
+
+
+def test_a_model_that_vllm_does_not_compile_is_told_apart() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    assert not is_compiled(model)
+    setattr(model[1], "do_not_compile", True)  # noqa: B010
+    assert not is_compiled(model)
+    setattr(model[1], "do_not_compile", False)  # noqa: B010
+    assert is_compiled(model)
+
+
 def test_splitting_keeps_vllms_own_operators() -> None:
     from vllm.config import CompilationConfig
 
@@ -109,13 +202,14 @@ def test_taps_between_replayed_pieces_read_and_write_the_captured_buffers() -> N
 
     ids = [len(taps._CALLBACKS) + i for i in range(3)]
     taps._CALLBACKS.extend([None] * 3)
+    places = [torch.tensor(id) for id in ids]
     weights = [torch.randn(8, 8, generator=torch.Generator().manual_seed(i)) / 3 for i in range(4)]
 
     def model(x: torch.Tensor) -> torch.Tensor:
         for i, w in enumerate(weights):
             x = torch.relu(x @ w) + 0.1
             if i < 3:
-                torch.ops.tapgrid.tap_(x, ids[i])
+                torch.ops.tapgrid.tap_(x, places[i])
         return x
 
     def backend(graph: Any, _: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from adapters import boot, taps
 from adapters.boot import load
+from adapters.engines import hf_taps as hf_taps_engine
 from adapters.errors import LoadError, NotDeclaredError, UnknownPointError
 from adapters.points import FAMILIES, Dimensions, Points
 from adapters.runtime import Runtime
@@ -34,7 +35,7 @@ def tap() -> Iterator[int]:
 def test_an_idle_tap_changes_nothing(tap: int) -> None:
     x = torch.arange(6.0).view(2, 3)
     before = x.clone()
-    torch.ops.tapgrid.tap_(x, tap)
+    torch.ops.tapgrid.tap_(x, torch.tensor(tap))
     assert torch.equal(x, before)
 
 
@@ -44,7 +45,7 @@ def test_a_write_lands_in_the_tensor_itself(tap: int) -> None:
 
     taps._CALLBACKS[tap] = double
     x = torch.arange(6.0).view(2, 3)
-    torch.ops.tapgrid.tap_(x[1:], tap)
+    torch.ops.tapgrid.tap_(x[1:], torch.tensor(tap))
     assert x.tolist() == [[0.0, 1.0, 2.0], [6.0, 8.0, 10.0]]
 
 
@@ -58,7 +59,7 @@ def test_the_pair_form_hands_over_both(tap: int) -> None:
 
     taps._CALLBACKS[tap] = fold
     hidden, residual = torch.ones(2, 3), torch.full((2, 3), 2.0)
-    torch.ops.tapgrid.tap_pair_(hidden, residual, tap)
+    torch.ops.tapgrid.tap_pair_(hidden, residual, torch.tensor(tap))
     assert hidden.abs().sum() == 0
     assert torch.equal(residual, seen[0])
 
@@ -72,9 +73,11 @@ def test_versions_count_in_the_first_call_of_a_fresh_graph(tap: int) -> None:
         x.add_(1)
         steps.append(x._version - before)
 
+    id = torch.tensor(tap)
+
     def f(a: torch.Tensor, once: bool) -> torch.Tensor:
         b = a * 2
-        torch.ops.tapgrid.tap_(b, tap)
+        torch.ops.tapgrid.tap_(b, id)
         return b + (1 if once else 2)
 
     taps._CALLBACKS[tap] = count
@@ -88,9 +91,11 @@ def test_versions_count_in_the_first_call_of_a_fresh_graph(tap: int) -> None:
 def test_one_graph_serves_every_length_and_swapping_callbacks_recompiles_nothing(tap: int) -> None:
     from torch._dynamo.utils import counters
 
+    id = torch.tensor(tap)
+
     def f(a: torch.Tensor) -> torch.Tensor:
         b = a + 1
-        torch.ops.tapgrid.tap_(b, tap)
+        torch.ops.tapgrid.tap_(b, id)
         return b * 2
 
     torch._dynamo.reset()
@@ -281,6 +286,32 @@ def test_taps_whose_writes_are_lost_are_caught(monkeypatch: pytest.MonkeyPatch) 
     rt = _boot_broken(monkeypatch, lambda rt: None)
     with pytest.raises(LoadError, match="writes change nothing"):
         check_taps(rt)
+
+
+@pytest.mark.engine
+def test_layers_that_share_the_code_of_one_with_other_taps_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks are not guarded: without code of its own, a layer runs the taps of another layer's graph, or none."""
+    monkeypatch.setattr(hf_taps_engine, "tapped_at", lambda layer: frozenset())
+    rt = _boot_broken(monkeypatch, lambda rt: None)
+    with pytest.raises(LoadError, match=r"did not (fire|run)"):
+        check_taps(rt)
+
+
+@pytest.mark.engine
+def test_a_layer_is_compiled_once_for_all_that_are_alike() -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    with hf_taps(declared=("resid_post.*", "z.*")) as rt:
+        assert rt.engine.describe()["by_layer"]
+        assert counters["stats"]["unique_graphs"] - before == 2  # prompts, and decode
+        rt.run(PROMPTS[:1], edit_post, max_new_tokens=3, ignore_eos=True)
+        assert counters["stats"]["unique_graphs"] - before == 2
+
+
+def edit_post(m: Any) -> None:
+    m.resid_post[1] *= 2
 
 
 # ---- compiled vLLM

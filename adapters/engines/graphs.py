@@ -7,7 +7,7 @@ full-graph speed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from adapters.taps import OPERATORS
@@ -20,14 +20,34 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def splitting() -> dict[str, Any]:
-    """What `compilation_config` needs on a GPU: naming splitting operators replaces vLLM's own, so those come along."""
+def is_hybrid(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes a trunk with a state of its own beside attention (gated delta net, Mamba).
+
+    >>> is_hybrid({"model_type": "llama"}), is_hybrid({"text_config": {"layer_types": ["linear_attention"]}})
+    (False, True)
+    """
+    text = config.get("text_config", config)
+    kinds = text.get("layer_types") or text.get("layers_block_type") or ()
+    named = any(str(k).startswith(("linear", "mamba", "recurrent", "hybrid")) for k in kinds)
+    return named or any(str(k).startswith(("mamba_", "ssm_", "linear_num_", "full_attention_interval")) for k in text)
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether vLLM compiles any part of `model`; its model classes say so one by one."""
+    return any(getattr(module, "do_not_compile", True) is False for module in model.modules())
+
+
+def splitting(*, hybrid: bool = False) -> dict[str, Any]:
+    """What `compilation_config` needs on a GPU: naming splitting operators replaces vLLM's own, so those come along.
+
+    A hybrid trunk has graphs for decode alone: in a batch that mixes prefill and decode they are not shown to be right.
+    """
     from vllm.config import CompilationConfig
 
     updates = ["vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update"]
     return {
         "splitting_ops": [*CompilationConfig._attention_ops, *updates, *OPERATORS],
-        "cudagraph_mode": "FULL_AND_PIECEWISE",
+        "cudagraph_mode": "FULL_DECODE_ONLY" if hybrid else "FULL_AND_PIECEWISE",
     }
 
 
@@ -44,3 +64,26 @@ def demote_when(dispatcher: Any, busy: Callable[[], bool]) -> None:
         return plain(*args, invalid_modes=invalid_modes, **kwargs)
 
     dispatcher.dispatch = dispatch
+
+
+def demote_descriptors_when(manager: Any, busy: Callable[[], bool]) -> None:
+    """The same for vLLM's second model runner, which our worker does not boot yet; `manager` is its `CudaGraphManager`.
+
+    It walks a list of what it captured for a size: the pieces come after the full graph."""
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu import cudagraph_utils as v2
+
+    plain = manager.dispatch
+
+    def dispatch(num_reqs: int, num_tokens: int, uniform_token_count: int | None, num_active_loras: int) -> Any:
+        found = plain(num_reqs, num_tokens, uniform_token_count, num_active_loras)
+        if found.cg_mode != CUDAGraphMode.FULL or not busy():
+            return found
+        loras = found.num_active_loras
+        for other in manager._candidates[num_tokens, loras]:
+            fits = v2._is_compatible(other, num_reqs, num_tokens, uniform_token_count, loras)
+            if fits and other.cg_mode == CUDAGraphMode.PIECEWISE:
+                return other
+        return v2.BatchExecutionDescriptor(CUDAGraphMode.NONE, num_tokens, num_reqs, num_active_loras=loras)
+
+    manager.dispatch = dispatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 
 from adapters.engines.hf import HFEngine, load_hf
-from adapters.points import Location
+from adapters.modules import layer_stem
+from adapters.points import Location, Points
 from adapters.taps import Taps, declared
 
 
@@ -21,16 +23,44 @@ class HFTapsEngine(HFEngine):
 
     def __init__(self, model: Any, tokenizer: Any, taps: Sequence[str], compiler: str = "inductor") -> None:
         super().__init__(model, tokenizer)
+        # CUDA graphs are captured for the addresses of one layer's weights, so there the model is one graph.
+        self.layers = alike(model, self.points) if model.device.type == "cpu" else []
         self.hooks: Any = Taps(model, taps, self.points)
         self.taps = list(taps)
         self.compiler = compiler
         mode = "reduce-overhead" if model.device.type == "cuda" and compiler == "inductor" else None
         # Compiled code is shared between instances of a class, and hooks are not guarded: without isolation this model
         # could run the graph of an untapped one that was compiled before it.
-        shared: Any = {"backend": compiler, "fullgraph": True, "isolate_recompiles": True}
-        self._prefill: Any = torch.compile(model.forward, dynamic=True, **shared)
-        self._decode: Any = torch.compile(model.forward, mode=mode, **shared)
+        shared: Any = {"backend": compiler, "fullgraph": True, "isolate_recompiles": True, "recompile_limit": 64}
+        self._prefill: Any = model.forward
+        self._decode: Any = model.forward
+        if self.layers:
+            self._one_token = False
+            self._compile_layers(shared)
+        else:
+            self._prefill = torch.compile(model.forward, dynamic=True, **shared)
+            self._decode = torch.compile(model.forward, mode=mode, **shared)
         self._caches: dict[tuple[int, int], Any] = {}
+
+    def _compile_layers(self, shared: dict[str, Any]) -> None:
+        """Compile a layer once for all that are built alike: what sets them apart (weights, cache, tap ids) is data.
+
+        Hooks are not guarded, so layers with other taps must have code of their own.
+        """
+        compiled: dict[frozenset[tuple[str, str]], tuple[Any, Any]] = {}
+        for index, layer in enumerate(self.layers):
+            taps = tapped_at(layer)
+            if taps not in compiled:
+                compiled[taps] = (
+                    torch.compile(_call, dynamic=True, **shared),
+                    torch.compile(_call, **shared),
+                )
+            layer._compiled_call_impl = functools.partial(self._layer, compiled[taps], layer, index)
+            layer.self_attn.layer_idx = 0
+
+    def _layer(self, compiled: tuple[Any, Any], layer: Any, index: int, *args: Any, **kwargs: Any) -> Any:
+        kwargs["past_key_values"] = self._of_layer[index]
+        return compiled[self._one_token](layer, args, kwargs)
 
     def _cache(self, batch: int, tokens: int) -> Any:
         """A static cache, kept by size and reused: its address must not move under a captured graph."""
@@ -42,12 +72,20 @@ class HFTapsEngine(HFEngine):
             # Left to its first use, a cache that is not made yet costs a graph of its own.
             dims = self.points.dims
             cache.early_initialization(batch, dims.kv_heads, dims.head_dim, self.model.dtype, self.model.device)
-            self._caches[size] = cache
-        self._caches[size].reset()
-        return self._caches[size]
+            self._caches[size] = (cache, self._slices(cache))
+        cache, self._of_layer = self._caches[size]
+        cache.reset()
+        return cache
+
+    def _slices(self, cache: Any) -> list[Any]:
+        """A cache for each layer, with that layer's part alone: number 0 of its own."""
+        from transformers.cache_utils import Cache
+
+        return [Cache(layers=[part]) for part in cache.layers]
 
     def _forward(self, ids: Any, mask: Any, positions: Any, cache: Any) -> tuple[torch.Tensor, Any]:
-        run: Any = self._decode if ids.shape[1] == 1 else self._prefill
+        self._one_token = ids.shape[1] == 1
+        run: Any = self._decode if self._one_token else self._prefill
         # One mask of the cache's own length, whatever the step: what lies in the future is masked by causality.
         length = cache.get_max_length()
         if mask is None:
@@ -69,7 +107,39 @@ class HFTapsEngine(HFEngine):
         return declared(self.taps, self.points)
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "taps": self.taps, "cache": "static", "compiler": self.compiler}
+        return {
+            **super().describe(),
+            "taps": self.taps,
+            "cache": "static",
+            "compiler": self.compiler,
+            "by_layer": bool(self.layers),
+        }
+
+
+def _call(layer: Any, args: Any, kwargs: Any) -> Any:
+    """A module with its hooks, from inside of which it is not compiled once more."""
+    return layer._call_impl(*args, **kwargs)
+
+
+def tapped_at(layer: Any) -> frozenset[tuple[str, str]]:
+    """Where a layer has taps: (path in it, side)."""
+    return frozenset(
+        (name, side)
+        for name, module in layer.named_modules()
+        for side in ("in", "out")
+        if f"tapgrid_{side}" in module._buffers
+    )
+
+
+def alike(model: Any, points: Points) -> list[Any]:
+    """The layers of a model that can share code; none where a layer's number is more than its place in the cache."""
+    stem = (layer_stem(points) or "").rstrip(".")
+    try:
+        layers = list(model.get_submodule(stem)) if stem else []
+    except AttributeError:
+        return []
+    numbered = {name for layer in layers for name, module in layer.named_modules() if hasattr(module, "layer_idx")}
+    return layers if numbered == {"self_attn"} else []
 
 
 def load_hf_taps(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from adapters.engines.graphs import has_cuda, splitting
+from adapters.engines.graphs import has_cuda, is_hybrid, splitting
 from adapters.engines.settings import environment, vllm_arguments
 from adapters.engines.versions import check_arguments, check_version, shut_down
 from adapters.engines.wire import Carried, Kept
@@ -23,6 +24,7 @@ WORKER = "adapters.engines.vllm_worker.Worker"
 # The key of the declared taps in `additional_config`. It is part of the compile cache's key, which the worker class is
 # not: without it a tapped engine would load an untapped artifact and no tap would ever fire.
 TAPS = "tapgrid_taps"
+BUFFERS = "tapgrid_buffers"
 # The key under which a request carries its interventions in `SamplingParams.extra_args`.
 EXTRA = "tapgrid"
 
@@ -158,7 +160,15 @@ class VLLMEngine:
         return Output(ask.id, ask.prompt, own, kept.saves, kept.error, kept.stopped, self.tokenizer)
 
     def declared(self) -> list[Location]:
-        return declared((self.arguments.get("additional_config") or {}).get(TAPS, ()), self.points)
+        return declared(self._configured(TAPS), self.points)
+
+    def buffered(self) -> list[Location]:
+        """The points at which `Capture` and `Add` run inside the graph, in the model's order."""
+        return declared(self._configured(BUFFERS), self.points)
+
+    def _configured(self, key: str) -> Sequence[str]:
+        found: Sequence[str] = (self.arguments.get("additional_config") or {}).get(key, ())
+        return found
 
     def describe(self) -> dict[str, Any]:
         """The engine arguments that this engine booted with, as plain data."""
@@ -179,10 +189,11 @@ def load_vllm(
     dtype: str,
     settings: Settings | None = None,
     taps: Sequence[str] | None = None,
+    buffers: Sequence[str] = (),
     make: type[VLLMEngine] = VLLMEngine,
     **overrides: Any,
 ) -> VLLMEngine:
-    """Boot vLLM on a local folder. Eager, or compiled with `taps` inside.
+    """Boot vLLM on a local folder. Eager, or compiled with `taps` and `buffers` inside.
 
     `overrides` are keyword arguments of `vllm.LLM`; `make` is the client's class.
     """
@@ -194,9 +205,17 @@ def load_vllm(
         )
     arguments = {**vllm_arguments(path, settings, eager=taps is None), "worker_cls": WORKER, **overrides}
     if taps is not None:
-        arguments["additional_config"] = {**(overrides.get("additional_config") or {}), TAPS: list(taps)}
+        arguments["additional_config"] = {
+            **(overrides.get("additional_config") or {}),
+            TAPS: list(taps),
+            BUFFERS: list(buffers),
+        }
         if has_cuda():
-            arguments["compilation_config"] = {**splitting(), **(overrides.get("compilation_config") or {})}
+            hybrid = is_hybrid(json.loads((path / "config.json").read_text()))
+            arguments["compilation_config"] = {
+                **splitting(hybrid=hybrid),
+                **(overrides.get("compilation_config") or {}),
+            }
     with _environment(environment(settings, cuda=has_cuda())):
         try:
             import vllm

@@ -15,11 +15,13 @@ import cloudpickle
 import torch
 from vllm.platforms import current_platform
 
+from adapters.buffers import Buffers, Part, Planned
 from adapters.eager import Hooks
-from adapters.engines.graphs import demote_when, has_cuda
+from adapters.engines.graphs import demote_when, has_cuda, is_compiled
 from adapters.engines.versions import check_runner
-from adapters.engines.vllm import EXTRA, TAPS
+from adapters.engines.vllm import BUFFERS, EXTRA, TAPS
 from adapters.engines.wire import Carried, Kept
+from adapters.errors import LoadError
 from adapters.interleave import Interleaver, Key
 from adapters.live import Job, Live
 from adapters.modules import parameter
@@ -44,7 +46,10 @@ class WorkerHost:
         config = runner.model_config.hf_text_config
         self.points = Points(family_of(config.model_type), "vllm", dimensions(config)).within(self.model)
         self.hooks: Hooks | Taps = Hooks(self.model) if taps is None else Taps(self.model, taps, self.points)
+        self.buffers: Buffers | None = None
         self.il = Interleaver(self)
+        # What the graph does for a request, by its id.
+        self.planned: dict[str, Planned] = {}
         self.live: dict[str, Live] = {}
         # What requests carry, by their client's id: only an engine in this process is handed the objects themselves.
         self.carried: dict[str, Carried] = {}
@@ -85,8 +90,18 @@ class WorkerHost:
             carried = self._unpickled.get(payload) or cloudpickle.loads(payload)
             self._unpickled[payload] = carried
         self.il.recomputes = _may_preempt(self.runner)
-        self.live[id] = live = self.il.live(id.rsplit("-", 1)[0], carried.fns, carried.body, carried.check_finite)
+        fns, why = carried.fns, None
+        if self.buffers is not None and carried.body is None and not carried.check_finite:
+            try:
+                fns, planned = self.buffers.split(fns)
+            except Exception as error:
+                fns, planned, why = (), Planned(), error
+            if planned.adds or planned.captures:
+                self.planned[id] = planned
+        self.live[id] = live = self.il.live(id.rsplit("-", 1)[0], fns, carried.body, carried.check_finite)
         self.admitted(live, carried)
+        if why is not None:
+            live.error, self.ended[id] = why, 0
         self._attach_seams()
 
     def admitted(self, live: Live, carried: Carried) -> None:
@@ -102,13 +117,20 @@ class WorkerHost:
         found = []
         for id in ids:
             live = self.live.pop(id, None)
+            self.planned.pop(id, None)
             self.ended.pop(id, None)
             found.append(None if live is None else self.kept(live))
         if not self.live:
+            if self.buffers is not None:
+                self.buffers.begin(())
             self._detach_seams()
             self.hooks.clear()
             self._unpickled.clear()
         return pickle.dumps([f and f.packed() for f in found]) if packed else found
+
+    def busy(self) -> bool:
+        """Whether any request has Python to run in its passes; what the graph does by itself needs none."""
+        return any(live.passes for live in self.live.values())
 
     # ---- seams
 
@@ -130,17 +152,28 @@ class WorkerHost:
         starts = self.runner.query_start_loc.np[: n + 1].tolist()
         discarded = self.runner.discard_request_mask.np
         computed, prompts = batch.num_computed_tokens_cpu, batch.num_prompt_tokens
-        jobs = []
+        jobs, graphed = [], list[Part]()
         for i, id in enumerate(batch.req_ids[:n]):
             live = self.live.get(id)
-            if live is not None and not live.ended:
-                first = int(computed[i])
-                jobs.append(Job(live, i, first, starts[i + 1] - starts[i], first < prompts[i], not discarded[i]))
+            if live is None or live.ended:
+                continue
+            first, start, stop = int(computed[i]), starts[i], starts[i + 1]
+            planned = self.planned.get(id)
+            if planned is not None:
+                graphed.append(Part(live, planned, start, stop, first))
+            if live.passes:
+                jobs.append(Job(live, i, first, stop - start, first < prompts[i], not discarded[i]))
         ids = kwargs.get("input_ids")
         self._open = jobs
         try:
-            self.il.begin(Slab(starts, -1 if ids is None else ids.size(0)), jobs)
-            return self._plain[0](*args, **kwargs)
+            if self.buffers is not None:
+                self.buffers.begin(graphed)
+            if jobs:
+                self.il.begin(Slab(starts, -1 if ids is None else ids.size(0)), jobs)
+            out = self._plain[0](*args, **kwargs)
+            if self.buffers is not None:
+                self.buffers.end(graphed)
+            return out
         except BaseException:
             self._open = []
             self.il.abandon()
@@ -157,9 +190,10 @@ class WorkerHost:
         if self._open:
             self.il.visit(SAMPLED_KEY, drawn.sampled_token_ids)
             self.il.end()
-            for id, live in self.live.items():
-                if live.ended and id not in self.ended:
-                    self.ended[id] = live.drawn - live.spoilt
+            if any(job.live.ended for job in self._open):
+                for id, live in self.live.items():
+                    if live.ended and id not in self.ended:
+                        self.ended[id] = live.drawn - live.spoilt
             self._open = []
         return drawn
 
@@ -190,10 +224,21 @@ class Worker(PlatformWorker):  # type: ignore[misc]
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(self.model_config.tokenizer)
-        taps = (self.vllm_config.additional_config or {}).get(TAPS)
+        given = self.vllm_config.additional_config or {}
+        taps, buffers = given.get(TAPS), given.get(BUFFERS)
+        if taps is not None and not is_compiled(self.model_runner.model):
+            raise LoadError(
+                f"vLLM does not compile {type(self.model_runner.model).__name__}, so there is no graph for taps to be "
+                "inside of: backend='eager' reaches every point of it undeclared"
+            )
         self.tapgrid = host = self.tapgrid_host(tokenizer, taps)
+        if buffers:
+            most = self.vllm_config.scheduler_config
+            host.buffers = Buffers(
+                host.model, buffers, host.points, tokens=most.max_num_batched_tokens, requests=most.max_num_seqs
+            )
         if taps is not None and has_cuda():
-            demote_when(self.model_runner.cudagraph_dispatcher, lambda: bool(host.live))
+            demote_when(self.model_runner.cudagraph_dispatcher, host.busy)
         WORKERS.append(self)
 
     def tapgrid_host(self, tokenizer: Any, taps: Sequence[str] | None) -> WorkerHost:
