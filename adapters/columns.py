@@ -61,6 +61,13 @@ _OWN = [
     _own("tapgrid-taps", "ours:TapgridTaps", "our runtime inside compiled vLLM", compiled=True),
     _own("tapgrid-hf", "ours:TapgridHF", "our runtime on transformers"),
     _own("tapgrid-hf-taps", "ours:TapgridHFTaps", "our runtime inside compiled transformers", compiled=True),
+    _own("tapgrid-sharded", "ours_sharded:TapgridSharded", "our runtime on eager vLLM over several ranks"),
+    _own(
+        "tapgrid-sharded-taps",
+        "ours_sharded:TapgridShardedTaps",
+        "our runtime inside compiled vLLM over several ranks",
+        compiled=True,
+    ),
     _own("nnsight-eager", "peers.nnsight:NNsightEager", "nnsight on eager vLLM", library="nnsight"),
     _own(
         "nnsight-taps",

@@ -21,6 +21,7 @@ from adapters.errors import RanksDivergedError
 
 # One thing that happened to a request on a rank: where, and a digest of the values there.
 Entry = tuple[str, int]
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
@@ -28,26 +29,33 @@ class Trail:
     """What a rank did for one request, to be compared between ranks; `reads` is whether what was read counts too."""
 
     reads: bool = False
-    entries: list[Entry] = field(default_factory=list)
+    _entries: list[tuple[str, Any]] = field(default_factory=list)
 
     def add(self, where: str, value: Any) -> None:
         """Note that `value` was at `where`."""
-        self.entries.append((where, digest(value)))
+        self._entries.append((where, digest(value)))
+
+    def entries(self) -> tuple[Entry, ...]:
+        """What was noted so far."""
+        return tuple((where, int(found)) for where, found in self._entries)
 
 
-def digest(value: Any) -> int:
-    """A checksum of tensors' bytes, whatever holds them; 0 for what holds none.
+def digest(value: Any) -> Any:
+    """A checksum of tensors' bytes, whatever holds them; 0 for what holds none. That of a tensor on a device is a sum
+    that is left there, so that nothing has to wait for it; `int` fetches it.
 
     >>> digest(torch.zeros(3)) == digest(torch.zeros(3)) != digest(torch.ones(3))
     True
     """
     if isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
+        flat = value.detach().contiguous().reshape(-1)
+        if flat.device.type != "cpu":
+            return flat.view(_WORDS.get(flat.element_size(), torch.uint8)).sum(dtype=torch.int64)
         return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return zlib.crc32(repr([digest(v) for v in value]).encode())
+        return zlib.crc32(repr([int(digest(v)) for v in value]).encode())
     return zlib.crc32(repr(value).encode()) if isinstance(value, (int, float, str, bool)) else 0
 
 

@@ -163,6 +163,7 @@ class WholeInterleaver(Interleaver):
 
     def _whole(self, key: Key, payload: Any, split: Split) -> Any:
         where = self.name(key)
+        self.fresh = False  # it is not what the module made that is handed out
         if key[1] == "attention":
             return super().visit(key, WholeAttended(payload, split, self.ranks, where))
         held = _tensors(key, payload)[0]

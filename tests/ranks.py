@@ -264,7 +264,7 @@ def trails(engine: Any, rank: int) -> Any:
             engine.il.end()
         engine.hooks.clear()
         assert live.error is None, live.error
-        return live.trail.entries
+        return list(live.trail.entries())
 
     def alike(m: Any) -> None:
         m.at("qkv").output[:] += 1.0

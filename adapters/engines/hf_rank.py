@@ -17,7 +17,7 @@ import torch.distributed as dist
 from adapters.engines.hf import HFEngine, kernel_for
 from adapters.engines.hf_sharding import sharding_of
 from adapters.engines.wire import Kept
-from adapters.ranks import Ranks, digest
+from adapters.ranks import Ranks
 from adapters.runtime import Ask, Output
 from adapters.sharded import WholeInterleaver
 
@@ -54,9 +54,10 @@ class RankEngine(HFEngine):
     def _kept(self, out: Output) -> Kept:
         trail = self.il.trails[out.request]
         if trail.reads:
-            trail.entries.extend((f"what was saved as {name!r}", digest(list(e))) for name, e in out.saves.items())
+            for name, entries in out.saves.items():
+                trail.add(f"what was saved as {name!r}", list(entries))
         saves = out.saves if self.ranks.rank == 0 else {}
-        return Kept(saves, out.error, out.stopped, len(out.token_ids), tuple(trail.entries))
+        return Kept(saves, out.error, out.stopped, len(out.token_ids), trail.entries())
 
 
 def load_rank(

@@ -16,7 +16,7 @@ from adapters.engines.vllm_worker import Worker, WorkerHost
 from adapters.engines.wire import Carried, Kept
 from adapters.errors import LoadError
 from adapters.live import Live
-from adapters.ranks import Ranks, digest
+from adapters.ranks import Ranks
 from adapters.sharded import Sharding, WholeInterleaver
 
 
@@ -54,10 +54,8 @@ class RankHost(WorkerHost):
         kept, trail = super().kept(live), self.il.trails.pop(live.id)
         if trail.reads:
             for name, entries in live.saves.items():
-                trail.entries.append((f"what was saved as {name!r}", digest(entries)))
-        return Kept(
-            kept.saves if self.ranks.rank == 0 else {}, kept.error, kept.stopped, kept.tokens, tuple(trail.entries)
-        )
+                trail.add(f"what was saved as {name!r}", entries)
+        return Kept(kept.saves if self.ranks.rank == 0 else {}, kept.error, kept.stopped, kept.tokens, trail.entries())
 
 
 class RankWorker(Worker):
@@ -73,6 +71,20 @@ class RankWorker(Worker):
             )
         with planned(self.parallel_config.tensor_parallel_size) as self.tapgrid_plan:
             super().load_model(*args, **kwargs)
+        # Of vLLM's two Ray executors the older one goes past the worker, straight to its runner.
+        runner, host = self.model_runner, self.tapgrid
+        assert host is not None
+        plain = runner.execute_model
+
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            for new in scheduler_output.scheduled_new_reqs:
+                host.admit(new.req_id, new.sampling_params)
+            return plain(scheduler_output, *args, **kwargs)
+
+        runner.execute_model = execute_model
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        return super(Worker, self).execute_model(scheduler_output)
 
     def tapgrid_host(self, tokenizer: Any, taps: Sequence[str] | None) -> RankHost:
         if not self.tapgrid_plan:

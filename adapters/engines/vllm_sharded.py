@@ -79,6 +79,8 @@ def load_vllm_sharded(
 ) -> ShardedEngine:
     """Boot vLLM over `tp` ranks; `rank_timeout` is how many seconds a rank waits for the others in a collective."""
     check_divides(path, tp)
+    if (replicas := overrides.get("data_parallel_size") or 1) > 1:
+        raise LoadError(f"data_parallel_size={replicas} is not supported: run one engine for each replica")
     settings = replace(settings or Settings(dtype=dtype), tensor_parallel=tp)
     more = {"tensor_parallel_size": tp, "worker_cls": WORKER, **overrides}
     more["additional_config"] = {**(overrides.get("additional_config") or {}), PATIENCE: rank_timeout}

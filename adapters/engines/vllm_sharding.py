@@ -81,16 +81,16 @@ def _first(model: torch.nn.Module, path: str) -> tuple[torch.Size, int] | None:
 
 
 def _loads_its_own_way(layer: Any) -> bool:
-    """Whether a weight has a loader that is not its layer's own: a mixer that lays several things side by side, of
-    which the layer knows nothing."""
+    """Whether a weight has a loader that is no layer's own: a mixer's that lays several things side by side, of which
+    the layer knows nothing. (Tied weights have that of the layer they are tied to.)"""
     loaders = [getattr(p, "weight_loader", None) for p in layer.parameters(recurse=False)]
-    return any(
-        loader is not None and not isinstance(getattr(loader, "__self__", None), torch.nn.Module) for loader in loaders
-    )
+    owners = [type(getattr(loader, "__self__", None)).__mro__ for loader in loaders if loader is not None]
+    return any(not any(c.__name__ in _READERS for c in mro) for mro in owners)
 
 
 def _replicated(layer: Any) -> Layer:
-    return Layer("replicated")
+    # Its weights are; what it is given may still be a rank's own.
+    return Layer("replicated", unsaid=frozenset({"in", "out", "attention"}))
 
 
 def _column(layer: Any) -> Layer:
@@ -107,7 +107,7 @@ def _qkv(layer: Any) -> Layer | None:
 
 def _columns(layer: Any, kind: str, widths: list[int], copies: list[int]) -> Layer:
     if layer.tp_size == 1:
-        return Layer("replicated")
+        return _replicated(layer)
     pieces = tuple(Piece(w, c) for w, c in zip(widths, copies, strict=True))
     name = type(layer).__name__
     if layer.gather_output:
@@ -117,7 +117,7 @@ def _columns(layer: Any, kind: str, widths: list[int], copies: list[int]) -> Lay
 
 def _row(layer: Any) -> Layer:
     if layer.tp_size == 1:
-        return Layer("replicated")
+        return _replicated(layer)
     width = layer.input_size_per_partition
     return Layer(
         type(layer).__name__,
@@ -129,7 +129,7 @@ def _row(layer: Any) -> Layer:
 
 def _vocabulary(layer: Any) -> Layer:
     if layer.tp_size == 1:
-        return Layer("replicated")
+        return _replicated(layer)
     shard = layer.shard_indices
     pieces = tuple(Piece(n) for n in (shard.num_org_elements_padded, shard.num_added_elements_padded) if n)
     return Layer(type(layer).__name__, parameters=_parameters(layer, "vocabulary", pieces, "output_dim"))
@@ -161,7 +161,7 @@ def _experts(layer: Any) -> Layer | None:
         split = even("experts", layer.local_num_experts, 0)
         return Layer("experts, each on one rank", parameters=dict.fromkeys(inner, split), unsaid=unsaid)
     if config.tp_size == 1:
-        return Layer("replicated")
+        return _replicated(layer)
     if set(inner) != {"w13_weight", "w2_weight"} or inner["w13_weight"].dim() != 3:
         return None
     half = inner["w13_weight"].shape[1] // 2

@@ -1,0 +1,42 @@
+"""Our runtime on an engine that is split over ranks, as columns of a grid with `tensor_parallel` in its settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from adapters.boot import BackendName, EngineName, load
+from adapters.errors import LoadError
+from adapters.ours import Tapgrid
+from adapters.work import MissingLibrary, Settings
+
+
+class TapgridSharded(Tapgrid):
+    """Eager vLLM over several ranks."""
+
+    engine: EngineName = "vllm"
+    backend: BackendName = "sharded"
+
+    def boot(self, model: Path, settings: Settings) -> None:
+        if settings.tensor_parallel < 2:
+            raise LoadError("this column is split over ranks: say `tensor_parallel = 2` in the grid's [settings]")
+        self.settings, self.dtype = settings, getattr(torch, settings.dtype)
+        try:
+            self.rt = load(
+                model,
+                engine=self.engine,
+                backend=self.backend,
+                tp=settings.tensor_parallel,
+                taps=self.taps,
+                dtype=settings.dtype,
+                settings=settings,
+            )
+        except ImportError as missing:
+            raise MissingLibrary(f"{missing}: run `make install`") from missing
+
+
+class TapgridShardedTaps(TapgridSharded):
+    """Compiled vLLM over several ranks, with the points live that the rows need."""
+
+    taps = ("resid_post.*", "z.*")
