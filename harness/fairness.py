@@ -39,6 +39,7 @@ FORCED: Mapping[tuple[str, str], str] = {
     ("nnsight", "async_scheduling"): "its engine switches it off",
     ("interp-engine", "in_process"): "its engine is vLLM's asynchronous one, whose core is a process of its own",
     ("interp-engine", "max_concurrent"): "its generation on transformers has no batch",
+    ("transformer-lens", "attention"): "its bridge loads models with eager attention, whose steps it can hook",
     ("transformer-lens", "max_num_seqs"): "without batching its buffers hold one prompt",
     ("transformer-lens", "prefix_caching"): "it sets this itself",
     ("transformer-lens", "chunked_prefill"): "its buffers hold a prompt whole",

@@ -145,6 +145,7 @@ def vllm_lens() -> Found:
 def nnsight() -> Found:
     from adapters.peers.nnsight_cpu import CPUVLLM
     from adapters.peers.nnsight_works import save
+    from adapters.peers.vanilla import shut_down
 
     model = resolve(MODEL)
     own = {k: v for k, v in vllm_arguments(model, SETTINGS, eager=True).items() if k not in ("model", "enforce_eager")}
@@ -157,6 +158,7 @@ def nnsight() -> Found:
 
     _saves().clear()
     _trace(engine, layer)
+    shut_down(engine.vllm_entrypoint)
     return {
         "nnsight-installed-rows": (
             counts[0] == [len(prompt)] and sum(counts[1]) < len(prompt),

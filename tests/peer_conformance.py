@@ -1,7 +1,7 @@
 """One column through every kind of work on a tiny model: `python -m tests.peer_conformance COLUMN NEW_TOKENS`.
 
 A process of its own, because an engine leaves a process changed. Prints one JSON object: what failed, what was
-refused and why, and what was checked. The suite itself is `validation.conformance`.
+refused and why, what was checked, and what the engine says of itself. The suite itself is `validation.conformance`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from adapters.columns import all_columns, make
 from adapters.engines.settings import environment
 from adapters.work import Adapter, Outcome, Request, Work
+from harness import engine_facts
 from harness.models import resolve
 from validation import conformance
 from validation.conformance import CLOSE, FORCED, MODEL, SETTINGS, requests, works
@@ -49,11 +50,12 @@ def main(argv: Sequence[str]) -> int:
     adapter = make(all_columns()[column])
     adapter.boot(resolve(MODEL), SETTINGS)
     try:
+        engine = engine_facts.facts(adapter)
         report = conform(adapter, new)
         settings = json.loads(json.dumps(dict(adapter.engine_settings())))
     finally:
         adapter.close()
-    print(json.dumps({**vars(report), "settings": settings}))
+    print(json.dumps({**vars(report), "settings": settings, "engine": engine}))
     return 0
 
 

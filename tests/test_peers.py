@@ -48,8 +48,10 @@ from adapters.work import (
     Work,
     points_of,
 )
-from harness import worker
+from harness import engine_facts, worker
+from harness.fairness import differences
 from tests.fake import model_folder
+from tests.fake_sessions import store
 from tests.peer_conformance import SETTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -473,3 +475,16 @@ def test_conformance_on_a_tiny_model(column: str) -> None:
     assert not refused & accepted
     assert {"nothing", "unchanged"} <= accepted
     assert report["settings"]["dtype"] == "float32"
+    _given_what_was_asked(column, report)
+
+
+def _given_what_was_asked(column: str, report: dict[str, Any]) -> None:
+    """By the engine's own word, and where it has none by the adapter's; but for what its library forces."""
+    line = {"kind": "process", "column": column, **{k: report[k] for k in ("settings", "engine")}}
+    head = {"kind": "session", "grid": {"settings": asdict(SETTINGS)}}
+    assert [str(d) for d in differences(store([line], head)) if not d.forced] == []
+    assert report["engine"]["threads"] == SETTINGS.threads
+    if "hf" in column.split("-"):
+        assert report["settings"]["attention"] in ("sdpa", "eager")
+    else:
+        assert set(engine_facts.VLLM) <= set(report["engine"]), "vLLM's configuration was not found"

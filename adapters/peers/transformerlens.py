@@ -184,6 +184,7 @@ class TransformerLensHF:
             "version": version_of("transformer-lens"),
             "engine": version_of("transformers"),
             "dtype": self._settings.dtype,
+            "attention": self._bridge.original_model.config._attn_implementation,
             "max_concurrent": self._settings.max_concurrent,
             "device": self._device,
         }
