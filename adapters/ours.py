@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from adapters import declared as stated
 from adapters.boot import BackendName, EngineName, load
 from adapters.errors import InterventionError
 from adapters.intervention import Intervention, Pass
+from adapters.points import BEFORE, PER_LAYER
 from adapters.runtime import Output, Runtime
 from adapters.work import (
     AblateHead,
@@ -40,9 +42,31 @@ def capture(points: Sequence[str]) -> Intervention:
 
 
 def steer(point: str, vector: torch.Tensor, watch: Sequence[str]) -> Intervention:
-    """Add `vector` at `point` to every token, then save what `watch` names."""
-    add = stated.Add(point, vector)
-    return add.then(stated.Capture(*watch)) if watch else add
+    """Add `vector` at `point` to every token, and save what `watch` names as that leaves it."""
+    before, after = around(point, watch)
+    parts: list[stated.Stated] = [*_captures(before), stated.Add(point, vector), *_captures(after)]
+    return parts[0].then(*parts[1:]) if len(parts) > 1 else parts[0]
+
+
+def around(point: str, watch: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What the model comes to before `point`, and from `point` on: it cannot be read the other way round.
+
+    >>> around("z.1", ["resid_post.1", "resid_post.0", "z.1", "logits", "q.1", "embed"])
+    (['resid_post.0', 'q.1', 'embed'], ['resid_post.1', 'z.1', 'logits'])
+    """
+    here = _place(point)
+    return [p for p in watch if _place(p) < here], [p for p in watch if _place(p) >= here]
+
+
+def _place(point: str) -> tuple[float, int]:
+    name, layer = split(point)
+    if layer is None:
+        return (-1 if name in BEFORE else math.inf), 0
+    return layer, PER_LAYER.index(name)
+
+
+def _captures(points: Sequence[str]) -> list[stated.Stated]:
+    return [stated.Capture(*points)] if points else []
 
 
 def _nothing(m: Pass) -> None:
@@ -50,12 +74,13 @@ def _nothing(m: Pass) -> None:
 
 
 def ablate_head(layer: int, head: int, watch: Sequence[str]) -> Intervention:
-    """Zero one head's z, then save what `watch` names."""
-    also = capture(watch)
+    """Zero one head's z, and save what `watch` names as that leaves it."""
+    before, after = (capture(points) for points in around(f"z.{layer}", watch))
 
     def intervention(m: Pass) -> None:
+        before(m)
         m.z[layer][:, head] = 0
-        also(m)
+        after(m)
 
     return intervention
 

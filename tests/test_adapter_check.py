@@ -275,3 +275,23 @@ def test_importing_the_template_imports_no_engine() -> None:
     code = f"import sys; sys.path[:0] = {path!r}; import acme_adapter; print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"'torch'", "'transformers'"} & set(done.stdout.strip("[]\n").split(", "))
+
+
+# --- our own columns ---
+
+OURS = {"tapgrid-hf": "hf", "tapgrid-eager": "vllm", "tapgrid-hf-taps": "hf", "tapgrid-taps": "vllm"}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("column", OURS)
+def test_our_own_columns_conform(column: str, tmp_path: Path) -> None:
+    """All of them in CI; elsewhere the one that boots at once."""
+    pytest.importorskip({"hf": "transformers", "vllm": "vllm"}[OURS[column]])
+    if column != "tapgrid-hf" and not os.environ.get("CI"):
+        pytest.skip("runs in CI, or with CI=1")
+    done = check(tmp_path, "adapter", "check", column, "--json")
+    lines = json.loads(done.stdout)
+    refused = ["gradient installed"] if column == "tapgrid-hf" else ["gradient"]
+    assert [line for line in lines if line["verdict"] == "wrong"] == []
+    assert [line["what"] for line in lines if line["verdict"] == "refused"] == refused
+    assert done.returncode == 0
