@@ -227,6 +227,7 @@ class Pass:
         if not self.draws and loc.key in (LOGITS_KEY, SAMPLED_KEY):
             self._no_draw(loc)
         self._il.host.attach(loc.key)
+        self._payload = None  # a whole batch's: it must not live on until this request is served again
         if is_any_autocast_enabled():
             refuse_autocast()
         if is_inference_mode_enabled():

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from asyncio import wrap_future
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
+from adapters.asynchronous import Driver, Stream
 from adapters.declared import one_by_one
 from adapters.errors import LoadError
 from adapters.intervention import Intervention, Pass
 from adapters.points import Location, Points
 from adapters.prompts import Prompt, prompts_of
-from adapters.sampling import Sampling
+from adapters.sampling import LOGPROBS, Sampling, keep_logprobs
 from adapters.saves import joined
 from adapters.trace import steps_of, trace_of
 
@@ -27,7 +29,8 @@ class Output:
     """What one request gave back.
 
     `saves[name]` is everything that was saved under `name`, in order, one entry a `m.save`; `cat(name)` joins them
-    along the first axis: one row per token, in position order, prompt first.
+    along the first axis: one row per token, in position order, prompt first. `logprobs` has one entry a new token,
+    where they were asked for.
 
     >>> out = Output("r", (5, 6), (7,), {"probe": [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]})
     >>> out.cat("probe").tolist()
@@ -41,6 +44,7 @@ class Output:
     error: BaseException | None = None
     stopped: bool = False
     tokenizer: Any = None
+    logprobs: tuple[float, ...] | None = None
 
     @property
     def text(self) -> str | None:
@@ -144,6 +148,7 @@ class Runtime:
         self._installed: dict[str, Intervention] = {}
         self._count = 0
         self._closed = False
+        self._thread: Driver | None = None
 
     def __enter__(self) -> Runtime:
         return self
@@ -165,11 +170,13 @@ class Runtime:
         check_finite: bool = False,
         grad: bool = False,
         check_ranks: bool = False,
+        n: int = 1,
+        logprobs: bool = False,
     ) -> list[Output]:
         """Generate from every prompt at once, with `intervention` called once per forward pass of each request.
 
         Args:
-            prompts: text or token ids, one or a list of them.
+            prompts: text, token ids or chat messages (`[{"role": "user", "content": "..."}]`), one or a list of them.
             intervention: one function for all prompts, or a list with one (or None) per prompt.
             edits: names of installed interventions to use; None is all of them, [] none. They run before
                 `intervention`.
@@ -180,25 +187,96 @@ class Runtime:
                 `backward()` inside the intervention. Each prompt is then computed alone; `max_new_tokens` must be 1.
             check_ranks: whether everything that is read and saved is compared between the ranks of a model that is
                 split over several; a difference is an error that names the point.
+            n: samples a prompt, each a request of its own; a `seed` is that of the first, the next has the next.
+            logprobs: whether to keep the log-probability of each new token: of the one that was written, where an
+                intervention writes `sampled`, and under the logits that it left.
 
-        Returns one Output per prompt, in order.
+        Returns one Output per prompt, in order; with `n`, the samples of a prompt one after the other.
         """
+        asks = self._asks(
+            prompts,
+            intervention,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            ignore_eos=ignore_eos,
+            edits=edits,
+            on_error=on_error,
+            check_finite=check_finite,
+            grad=grad,
+            check_ranks=check_ranks,
+            n=n,
+            logprobs=logprobs,
+        )
+        return _finished(self.engine.run(asks), on_error)
+
+    async def arun(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        intervention: Intervention | Sequence[Intervention | None] | None = None,
+        *,
+        on_error: Literal["raise", "return"] = "raise",
+        **options: Any,
+    ) -> list[Output]:
+        """`run` for coroutines, with the same arguments. What is asked for at the same time runs as one batch.
+
+        >>> import asyncio, tapgrid
+        >>> async def main():
+        ...     with tapgrid.load("synthetic:llama", dtype="float32") as rt:
+        ...         keep = lambda m: m.save("post", m.resid_post[1])
+        ...         asked = [rt.arun([5] * n, keep, max_new_tokens=1) for n in (2, 4)]
+        ...         return [tuple(out.cat("post").shape) for [out] in await asyncio.gather(*asked)]
+        >>> asyncio.run(main())
+        [(2, 128), (4, 128)]
+        """
+        asks = self._asks(prompts, intervention, on_error=on_error, **options)
+        return _finished(await wrap_future(self._driver().submit(asks)), on_error)
+
+    def stream(
+        self, prompt: Prompt, intervention: Intervention | Sequence[Intervention | None] | None = None, **options: Any
+    ) -> Stream:
+        """The tokens of one prompt as they are drawn: `async for piece in rt.stream(...)`, with `run`'s arguments."""
+        self._check_in_process("stream()")
+        asks = self._asks(prompt, intervention, **options)
+        if len(asks) != 1:
+            raise ValueError(f"stream() takes one prompt and one sample, not {len(asks)}: arun() takes many")
+        on_error = options.get("on_error", "raise")
+        return Stream(self._driver(), asks[0], self.tokenizer, lambda outputs: _finished(outputs, on_error))
+
+    def _asks(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        intervention: Intervention | Sequence[Intervention | None] | None,
+        *,
+        max_new_tokens: int = 16,
+        temperature: float = 0.0,
+        seed: int | None = None,
+        ignore_eos: bool = False,
+        edits: Sequence[str] | None = None,
+        on_error: str = "raise",
+        check_finite: bool = False,
+        grad: bool = False,
+        check_ranks: bool = False,
+        n: int = 1,
+        logprobs: bool = False,
+    ) -> list[Ask]:
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error={on_error!r}: there are 'raise' and 'return'")
+        if n < 1:
+            raise ValueError(f"n={n}: at least one sample a prompt")
         asked = self._prompts(prompts, max_new_tokens)
         own = _one_each(intervention, len(asked))
         shared = self._edits(edits)
         sampling = Sampling(max_new_tokens, temperature, seed, () if ignore_eos else self._eos())
         if grad:
             self._check_grad(max_new_tokens)
-        asks = [
-            Ask(self._next_id(), ids, sampling, (*shared, *one_by_one(f)), None, check_finite, grad, check_ranks)
+        samplings = [replace(sampling, seed=None if seed is None else seed + i) for i in range(n)]
+        last = (keep_logprobs,) if logprobs else ()
+        return [
+            Ask(self._next_id(), ids, each, (*shared, *one_by_one(f), *last), None, check_finite, grad, check_ranks)
             for ids, f in zip(asked, own, strict=True)
+            for each in samplings
         ]
-        outputs = self.engine.run(asks)
-        if on_error == "raise":
-            _raise_first(outputs)
-        return outputs
 
     @contextmanager
     def trace(self, prompt: Prompt, *, grad: bool = False) -> Iterator[Pass]:
@@ -257,6 +335,8 @@ class Runtime:
         """Free the engine; hooks and patches are gone after it. Closing twice is fine."""
         if not self._closed:
             self._closed = True
+            if self._thread is not None:
+                self._thread.close()
             self.engine.close()
 
     # ---- reading arguments
@@ -265,9 +345,17 @@ class Runtime:
         self._count += 1
         return f"tapgrid-{self._count}"
 
-    def _ask(self, prompt: Prompt, max_new_tokens: int, grad: bool) -> Ask:
+    def _driver(self) -> Driver:
+        if self._thread is None:
+            self._thread = Driver(self.engine)
+        return self._thread
+
+    def _check_in_process(self, what: str) -> None:
         if not self.engine.in_process:
-            raise LoadError("trace() and steps() need the engine in this process; use run() with a function instead")
+            raise LoadError(f"{what} needs the engine in this process; use run() with a function instead")
+
+    def _ask(self, prompt: Prompt, max_new_tokens: int, grad: bool) -> Ask:
+        self._check_in_process("trace() or steps()")
         asked = self._prompts(prompt, max_new_tokens)
         if len(asked) > 1:
             raise ValueError(f"trace() and steps() take one prompt, not {len(asked)}: run() takes many")
@@ -311,6 +399,18 @@ def _one_each(
     if odd is not None:
         raise TypeError(f"an intervention is a function of one argument, not {odd!r}")
     return given
+
+
+def _finished(outputs: list[Output], on_error: str) -> list[Output]:
+    """Take log-probabilities out of the saves, and raise what is to be raised."""
+    for output in outputs:
+        kept = dict(output.saves)
+        if LOGPROBS in kept:
+            output.logprobs = tuple(float(x) for x in kept.pop(LOGPROBS))[: len(output.token_ids)]
+            output.saves = kept
+    if on_error == "raise":
+        _raise_first(outputs)
+    return outputs
 
 
 def _raise_first(outputs: list[Output]) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+# What `run(..., logprobs=True)` keeps them under until the run is over.
+LOGPROBS = "tapgrid.logprobs"
 
 
 @dataclass(frozen=True)
@@ -50,3 +54,11 @@ def draw(
             weights = torch.softmax(logits[i].float().cpu() / s.temperature, -1)
             greedy[i] = torch.multinomial(weights, 1, generator=generators[i]).item()
     return greedy
+
+
+def keep_logprobs(m: Any) -> None:
+    """The last intervention of a request that asks for log-probabilities: keeps that of the token that was drawn, or
+    written in its place, under the logits as they were left."""
+    if m.draws:
+        scores = m.logits[0].float().log_softmax(-1)
+        m.save(LOGPROBS, scores[m.sampled])

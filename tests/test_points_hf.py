@@ -74,6 +74,7 @@ def after(rt: Runtime, name: str, layer: int, raw: torch.Tensor) -> torch.Tensor
 
 
 def test_the_stream_adds_up(points: Points, saved: Any) -> None:
+    """case 42."""
     for got in saved:
         for i in range(points.dims.layers):
             pre, attn, mid, mlp, post = (
@@ -155,6 +156,7 @@ def test_windows_hide_what_is_behind_them(points: Points, saved: Any, rt: Runtim
 
 
 def test_the_end_of_the_model(points: Points, saved: Any) -> None:
+    """case 21."""
     if "final_norm" not in points.sites:
         pytest.skip("no final norm")
     for got in saved:
@@ -176,6 +178,7 @@ def test_the_beginning_of_the_model(rt: Runtime, points: Points, saved: Any) -> 
 
 
 def test_nobody_elses_rows(rt: Runtime, points: Points, saved: Any) -> None:
+    """case 35."""
     alone = run(rt, read_all(points), prompts=SHORT[:1])[0]
     for name, entries in alone.saves.items():
         assert error(saved[1][name], entries) < 2e-5, name
@@ -242,6 +245,7 @@ def in_turn(edit: Any, name: str) -> Any:
 
 
 def test_a_head_zeroed_is_its_columns_zeroed(rt: Runtime, points: Points) -> None:
+    """case 24."""
     layer, head = points.layers("z")[-1], 2
     loc = points.at("z", layer)
     o, width = module(rt, loc.key[0]), loc.head_dim
@@ -267,6 +271,7 @@ def test_a_head_zeroed_is_its_columns_zeroed(rt: Runtime, points: Points) -> Non
 
 
 def test_a_key_value_head_reaches_its_own_queries_only(rt: Runtime, points: Points) -> None:
+    """case 40."""
     if not points.layers("v"):
         pytest.skip("latent attention")
     layer, d = points.layers("v")[-1], points.dims

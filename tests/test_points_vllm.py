@@ -51,6 +51,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", [*IN_CI, *(ELSEWHERE if os.environ.get("TAPGRID_ALL_FAMILIES") == "1" else ())])
 def test_every_point_is_the_same_on_both_engines(family: str, outcomes: Mapping[str, dict[str, str]]) -> None:
+    """case 3."""
     assert len(outcomes[family]) >= 10
     bad = {name: why for name, why in outcomes[family].items() if why}
     assert not bad, "\n".join(f"{name}:\n{why}" for name, why in bad.items())
@@ -60,6 +61,7 @@ def test_every_point_is_the_same_on_both_engines(family: str, outcomes: Mapping[
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(os.environ.get("TAPGRID_ALL_FAMILIES") != "1", reason="TAPGRID_ALL_FAMILIES=1 runs every family")
 def test_a_hybrid_is_within_the_yardstick() -> None:
+    """case 15."""
     command = [
         sys.executable,
         "-m",

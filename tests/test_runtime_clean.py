@@ -147,6 +147,7 @@ def test_autocast_across_a_read_is_refused(rt: Runtime) -> None:
 
 
 def test_the_users_own_hooks_survive_and_fire(rt: Runtime) -> None:
+    """case 57."""
     host: Any = getattr(rt.engine, "host", None) or rt.engine
     layer, calls = host.model.model.layers[1], []
     handles = [
@@ -208,7 +209,7 @@ def test_an_untouched_engine_computes_the_same_bits_as_a_never_touched_one() -> 
 
 @pytest.mark.engine
 def test_a_plain_engine_beside_ours_is_untouched() -> None:
-    """Same process: another worker class, no hooks, no environment of ours, the same tokens."""
+    """case 55: Same process: another worker class, no hooks, no environment of ours, the same tokens."""
     ours = booted("vllm")
     from vllm import SamplingParams
     from vllm.v1.worker.cpu_worker import CPUWorker
@@ -241,6 +242,7 @@ def python(code: str, **env: str) -> str:
 
 
 def test_importing_patches_nothing_and_imports_no_engine() -> None:
+    """case 55."""
     out = python(
         """
         import os, sys
@@ -303,6 +305,7 @@ def tensors() -> int:
 
 
 def test_memory_is_flat_over_two_hundred_runs(rt: Runtime) -> None:
+    """case 59."""
     everything = capture(
         *((p, layer) for layer in range(3) for p in ("resid_pre", "q", "z", "resid_post")), ("logits",)
     )

@@ -59,6 +59,8 @@ def refused(rt: Runtime, fn: Any, kind: type[BaseException], message: str) -> Ba
 
 
 def test_passed_never_ran_and_unknown_are_three_errors(rt: Runtime) -> None:
+    """case 47."""
+
     def passed(m: Any) -> None:
         m.logits  # noqa: B018
         m.resid_post[1]  # passed
@@ -225,6 +227,8 @@ def test_not_finite_is_an_error_when_asked(rt: Runtime) -> None:
 
 
 def test_the_users_error_arrives_with_file_and_line(rt: Runtime) -> None:
+    """case 53."""
+
     def fn(m: Any) -> None:
         if m.step == 1:
             return 1 / 0  # here
@@ -481,7 +485,10 @@ def test_a_hundred_errors_in_a_row_leave_the_engine_serving_and_memory_flat(rt: 
 
 @pytest.mark.engine
 def test_errors_and_saves_travel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a worker in another process: functions as bytes, saves as buffers, errors with the user's line."""
+    """case 53.
+
+    As with a worker in another process: functions as bytes, saves as buffers, errors with the user's line.
+    """
     runtime = booted("vllm")
     plain = run(runtime, IDS, capture(("resid_post", 1), ("logits",)))
 
@@ -514,5 +521,6 @@ def test_errors_and_saves_travel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_intervention_that_names_a_module_is_small_on_the_wire() -> None:
+    """case 95."""
     fns = (lambda m: m.save("x", m.at("model.layers.1.mlp").output), capture(("resid_post", 1)))
     assert len(Carried(fns).packed()) < 10_000

@@ -309,6 +309,7 @@ def test_a_class_whose_forward_was_patched_between_runs_is_listened_to_anew(stac
 
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_what_a_hook_of_the_users_gives_out_is_what_is_read(stack: WrappedModule, everywhere: bool) -> None:
+    """case 57."""
     with stack.trace(X) as m:
         plain = m.at("1").output
     if everywhere:

@@ -42,6 +42,7 @@ def test_a_point_reads_the_same_on_both_engines(point: tuple[Any, ...]) -> None:
 
 
 def test_points_are_what_transformers_says(hf: Runtime) -> None:
+    """case 21."""
     model = hf.engine.model  # type: ignore[attr-defined]
     with torch.no_grad():
         wanted = model(torch.tensor([PROMPT]), output_hidden_states=True, logits_to_keep=1)
@@ -62,6 +63,7 @@ def test_points_are_what_transformers_says(hf: Runtime) -> None:
 
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_identities_of_a_block(rt: Runtime, layer: int) -> None:
+    """case 42."""
     names = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
     out = run(rt, [PROMPT], capture(*((n, layer) for n in names)))[0]
     pre, attn, mid, mlp, post = (out.cat(f"{n}.{layer}") for n in names)
@@ -143,7 +145,7 @@ def test_inputs_passed_by_keyword_count(hf: Runtime) -> None:
 
 @pytest.mark.engine
 def test_half_a_residual_is_never_handed_out_as_a_layers_input() -> None:
-    """vLLM's layer takes (positions, hidden, residual): by path both halves come, and their sum is the point."""
+    """case 3: vLLM's layer takes (positions, hidden, residual): by path both come, and their sum is the point."""
 
     def fn(m: Any) -> None:
         hidden, residual = m.at("model.layers.2").input
@@ -161,6 +163,7 @@ def test_half_a_residual_is_never_handed_out_as_a_layers_input() -> None:
 
 
 def test_head_ablation_is_zeroing_the_columns_of_the_output_projection(hf: Runtime) -> None:
+    """case 24."""
     model, head = hf.engine.model, 2  # type: ignore[attr-defined]
 
     def ablate(m: Any) -> None:
@@ -178,7 +181,7 @@ def test_head_ablation_is_zeroing_the_columns_of_the_output_projection(hf: Runti
 
 
 def test_a_key_value_head_feeds_its_own_group_of_query_heads(rt: Runtime) -> None:
-    """Four query heads over two key-value heads: kv head 1 feeds query heads 2 and 3 only."""
+    """case 40: Four query heads over two key-value heads: kv head 1 feeds query heads 2 and 3 only."""
 
     def patch(point: str) -> Any:
         def fn(m: Any) -> None:

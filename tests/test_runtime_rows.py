@@ -29,7 +29,7 @@ def stop_after(passes: int) -> Any:
 
 
 def test_twelve_requests_that_end_at_different_times_equal_themselves_alone(rt: Runtime) -> None:
-    """More than the engine runs at once, so slots are freed, condensed and filled again."""
+    """case 1: More than the engine runs at once, so slots are freed, condensed and filled again."""
     fns = [in_turn(capture(*POINTS), stop_after(1 + i)) for i in range(12)]
     together = run(rt, IDS, fns, max_new_tokens=12)
     for i, out in enumerate(together):
@@ -41,6 +41,7 @@ def test_twelve_requests_that_end_at_different_times_equal_themselves_alone(rt: 
 
 
 def test_the_embedding_names_the_owner_of_every_row(rt: Runtime) -> None:
+    """case 1."""
     table = booted("hf").engine.model.get_input_embeddings().weight  # type: ignore[attr-defined]
     for out in run(rt, IDS, capture(("embed",)), max_new_tokens=5):
         tokens = (*out.prompt_token_ids, *out.token_ids[:-1])
@@ -73,7 +74,7 @@ def test_permuting_the_batch_permutes_the_results(rt: Runtime) -> None:
 
 
 def test_the_same_function_again_and_again(rt: Runtime) -> None:
-    """Batch of one, of four, of four shuffled, of one: nothing is left in the function or the engine."""
+    """case 17: Batch of one, of four, of four shuffled, of one: nothing is left in the function or the engine."""
     fn = capture(*POINTS)
     first = run(rt, [IDS[2]], fn)[0]
     four = run(rt, IDS[:4], fn)
@@ -86,7 +87,7 @@ def test_the_same_function_again_and_again(rt: Runtime) -> None:
 
 @pytest.mark.parametrize("model", ["synthetic:llama", "synthetic:gpt2", "synthetic:gemma3", "synthetic:mistral"])
 def test_left_padding_never_shows(model: str) -> None:
-    """Also where positions are learned, and where a sliding window is shorter than the prompt."""
+    """cases 5 and 35: Also where positions are learned, and where a sliding window is shorter than the prompt."""
     runtime = booted("hf", model)
     ids = prompts(4, 4, 40)
     points = [("embed",), ("resid_post", 0), ("resid_post", -1), ("logits",)]

@@ -24,6 +24,8 @@ class Two(NamedTuple):
 
 
 def test_before_and_after_an_edit_in_place_are_not_the_same(rt: Runtime) -> None:
+    """case 93."""
+
     def fn(m: Any) -> None:
         h = m.resid_post[1]
         m.save("before", h)
@@ -45,7 +47,10 @@ def test_before_and_after_an_edit_in_place_are_not_the_same(rt: Runtime) -> None
     "point", ["embed", "q.0", "attn_out.1", "mlp_out.1", "resid_post.1", "attn_in.2", "final_norm"]
 )
 def test_what_was_read_stays_what_it_was_when_the_model_goes_on(rt: Runtime, point: str) -> None:
-    """An engine overwrites what the next norm or the rotary kernel reads; a value in the user's hands is theirs."""
+    """case 2.
+
+    An engine overwrites what the next norm or the rotary kernel reads; a value in the user's hands is theirs.
+    """
     name, _, layer = point.partition(".")
 
     def fn(m: Any) -> None:
@@ -62,7 +67,7 @@ def test_what_was_read_stays_what_it_was_when_the_model_goes_on(rt: Runtime, poi
 
 
 def test_saves_of_all_kinds_come_back(rt: Runtime) -> None:
-    """Names are names: a value that is reassigned, None and small numbers are all kept."""
+    """case 50: Names are names: a value that is reassigned, None and small numbers are all kept."""
     array = np.zeros(2)
 
     def fn(m: Any) -> None:
@@ -138,7 +143,10 @@ BAD = {
 
 @pytest.mark.parametrize("kind", BAD)
 def test_a_broken_model_is_an_error_and_never_a_result(kind: str) -> None:
-    """Somebody else's hook breaks the model: whoever only reads is told, whoever wrote it has made it so."""
+    """cases 13 and 15.
+
+    Somebody else's hook breaks the model: whoever only reads is told, whoever wrote it has made it so.
+    """
     runtime = booted("hf")
     breaks, message = BAD[kind]
     layer = runtime.engine.model.model.layers[1]  # type: ignore[attr-defined]

@@ -56,6 +56,7 @@ def shapes(m: Any) -> None:
 
 
 def test_a_prompt_in_chunks_is_the_prompt(chunked: Runtime, plain: Runtime) -> None:
+    """case 6."""
     got = run(chunked, LONG[:1], in_turn(shapes, capture(*POINTS)))[0]
     wanted = run(plain, LONG[:1], in_turn(shapes, capture(*POINTS)))[0]
     n = len(LONG[0])
@@ -77,7 +78,7 @@ def test_chunks_of_several_requests_at_once(chunked: Runtime, plain: Runtime) ->
 
 
 def test_only_the_pass_that_draws_has_logits(chunked: Runtime) -> None:
-    """Reading them in an early chunk ends the function there, and no error is made of it."""
+    """case 6: Reading them in an early chunk ends the function there, and no error is made of it."""
 
     def fn(m: Any) -> None:
         m.save("started", m.step)
@@ -158,6 +159,7 @@ def hits(runtime: Runtime) -> int:
 
 
 def test_cold_and_warm_are_the_same_and_others_keep_their_hits(chunked: Runtime) -> None:
+    """case 8."""
     engine: Any = chunked.engine
     engine.core.reset_prefix_cache()
     assert hits(chunked) == 0
@@ -172,6 +174,7 @@ def test_cold_and_warm_are_the_same_and_others_keep_their_hits(chunked: Runtime)
 
 
 def test_an_edit_never_reaches_another_request_through_the_cache(chunked: Runtime) -> None:
+    """case 8."""
     watch = capture(("resid_post", 2), ("logits",))
     engine: Any = chunked.engine
     engine.core.reset_prefix_cache()
@@ -221,6 +224,7 @@ def compare(tight: Runtime, plain: Runtime, fn: Any, new: int = 50) -> list[Outp
 
 
 def test_every_position_is_saved_once_and_in_order(tight: Runtime, plain: Runtime) -> None:
+    """case 64."""
     for out in compare(tight, plain, in_turn(lambda m: m.save("positions", m.positions), capture(*POINTS))):
         assert out.cat("positions").tolist() == list(range(len(out.prompt_token_ids) + 49))
 

@@ -51,7 +51,7 @@ def test_values_that_mean_nothing_are_fine() -> None:
 
 
 def test_a_runner_without_a_seam_is_refused_by_name() -> None:
-    """A new engine's runner has another layout: capturing nothing and steering nothing would be silent."""
+    """case 13: A new engine's runner has another layout: capturing nothing and steering nothing would be silent."""
     whole = SimpleNamespace(**dict.fromkeys(versions.SEAMS))
     versions.check_runner(whole, "0.27.1")
     del whole.input_batch

@@ -327,7 +327,7 @@ def test_installing_and_removing_leaves_the_engine_as_it_was(rt: Runtime) -> Non
 
 
 def test_an_edit_at_an_absolute_position_happens_once(rt: Runtime) -> None:
-    """Position 2 is in the prompt, position n + 1 is the second new token: one edit each, cached or not."""
+    """case 20: Position 2 is in the prompt, position n + 1 is the second new token: one edit each, cached or not."""
     n = len(IDS[0])
 
     def fn(m: Any) -> None:
@@ -344,6 +344,8 @@ def test_an_edit_at_an_absolute_position_happens_once(rt: Runtime) -> None:
 
 
 def test_a_steering_vector_is_applied_layers_times_passes(rt: Runtime) -> None:
+    """case 38."""
+
     def fn(m: Any) -> None:
         for layer in range(3):
             m.resid_post[layer] += 0.1
