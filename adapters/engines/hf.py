@@ -61,6 +61,9 @@ class HFEngine:
         self.hooks = Hooks(model)
         self.il = Interleaver(self)
         self.running = False
+        # As an index and not as the number 1: a slice of a batch is one row here and one there, for which the head's
+        # product copies its weights once a row (8 x 16 tokens of SmolLM2 in bfloat16: 1.07 s against 0.21 s).
+        self._last = torch.tensor([-1], device=model.device)
         self.eos_token_id = model.generation_config.eos_token_id
         self.max_tokens: int | None = getattr(config, "max_position_embeddings", None)
 
@@ -158,7 +161,7 @@ class HFEngine:
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=self._last,
         )
         return out.logits[:, -1], out.past_key_values
 

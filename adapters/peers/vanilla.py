@@ -132,6 +132,8 @@ class PlainHF(_Plain):
         self._model.eval().requires_grad_(False)
         self._model.to("cuda" if torch.cuda.is_available() else "cpu")
         ignore_end_of_sequence(self._model)
+        # Not the 1 that `generate` would set: see adapters/engines/hf.py, where ours is spared the same slow product.
+        self._last = torch.tensor([-1], device=self._model.device)
 
     def close(self) -> None:
         self.__dict__.pop("_model", None)
@@ -146,8 +148,9 @@ class PlainHF(_Plain):
         batch = left_padded(requests, self._model.device)
         longest = batch["input_ids"].shape[1]
         new = max(r.new_tokens for r in requests)
-        out = self._model.generate(**batch, max_new_tokens=new, do_sample=False)[:, longest:].tolist()
-        return [Outcome(tuple(row[: r.new_tokens])) for row, r in zip(out, requests, strict=True)]
+        out = self._model.generate(**batch, max_new_tokens=new, do_sample=False, logits_to_keep=self._last)
+        rows = out[:, longest:].tolist()
+        return [Outcome(tuple(row[: r.new_tokens])) for row, r in zip(rows, requests, strict=True)]
 
     def engine_settings(self) -> Mapping[str, Any]:
         config = self._model.config
