@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from harness.usage import nearest as nearest
 from harness.workloads import KINDS, Row, row_from
 
 VALIDATOR = "validation.inprocess:Validator"
+COLUMN = re.compile(r"[\w.-]+")  # @, ~ and commas mean something beside a column's name
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,13 @@ def every_column() -> dict[str, Column]:
     >>> every_column()["vanilla@vllm-0.32"].environment
     'vllm-0.32'
     """
-    columns = all_columns()
+    try:
+        columns = all_columns()
+    except ValueError as error:  # two packages claim one name
+        raise UsageError(str(error)) from error
+    for name, column in columns.items():
+        if not COLUMN.fullmatch(name):
+            raise UsageError(f"column {name!r} ({column.about}): a name is of letters, digits, dots, dashes and _")
     found = dict(columns)
     for environment in environments.environments().values():
         for name, at in zip(environment.columns, environment.columns_here, strict=True):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,21 @@ def test_neither_the_parent_nor_its_commands_import_torch(module: str) -> None:
 def test_grids_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         load("smollm2").margin = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("vanilla", "entry point 'acme:Acme' claims the column name 'vanilla', which is taken"),
+        ("acme@new", "column 'acme@new' (from an entry point): a name is of letters, digits, dots, dashes and _"),
+        ("a,b", "column 'a,b' (from an entry point): a name is of letters, digits, dots, dashes and _"),
+    ],
+)
+def test_a_third_partys_name_that_cannot_be(name: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint(name, "acme:Acme", "tapgrid.adapters")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [point])
+    with pytest.raises(UsageError) as error:
+        grid.every_column()
+    assert str(error.value) == said
+    point = EntryPoint("acme_2.0-fast", "acme:Acme", "tapgrid.adapters")
+    assert grid.every_column()["acme_2.0-fast"].target == "acme:Acme"
