@@ -1,5 +1,8 @@
 """What a booted engine says of itself: measured in the worker's process, whatever library drives it and whatever
-arguments that library says it passed on. Stored with every process; `harness.fairness` compares columns by it."""
+arguments that library says it passed on. Stored with every process; `harness.fairness` compares columns by it.
+
+    facts(adapter)  # {"in_process": True, "threads": 1, "prefix_caching": False, "max_num_seqs": 8, ...}
+"""
 
 from __future__ import annotations
 

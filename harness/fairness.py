@@ -1,6 +1,9 @@
 """Is every column of a store given the same? Their stored facts, compared with what the grid asks for and with one
 another; what differs is told with the peer's reason, and what has no known reason is told as that.
 
+    for difference in differences(read("results/smollm2/first.jsonl")):
+        print(difference)
+
 Nothing is imported but the store: this runs on old files as on new ones.
 """
 
