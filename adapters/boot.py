@@ -42,6 +42,15 @@ def load(
         arguments: passed to the engine, on top of what every tapgrid engine boots with.
 
     Raises LoadError for a combination that cannot work, with what to change.
+
+    >>> from harness.models import resolve
+    >>> with load("synthetic:llama", dtype="float32", resolve=resolve) as rt:
+    ...     rt.points()[:4]
+    ('embed', 'resid_pre', 'attn_in', 'q')
+    >>> load("synthetic:llama", taps=["resid_post.*"])
+    Traceback (most recent call last):
+        ...
+    adapters.errors.LoadError: taps=['resid_post.*'] needs backend='taps'; backend='eager' reaches every...
     """
     if backend == "taps" and taps is None:
         raise LoadError(

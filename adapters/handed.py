@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from sys import getrefcount
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from adapters.errors import WriteError, at_user_line
+from adapters.errors import NonFiniteError, StaleWriteError, WriteError, at_user_line
 from adapters.sites import Location
+
+if TYPE_CHECKING:
+    from adapters.intervention import Pass
 
 
 class _Nobody:
@@ -73,6 +76,35 @@ def in_graph(value: Any) -> Any:
 
 def versions(values: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
     return tuple(v._version for v in values)
+
+
+def check_finite(loc: Location, value: Any, what: str, m: Pass) -> None:
+    for x in value if type(value) is tuple else (value,):
+        if x.is_floating_point() and not bool(x.isfinite().all()):
+            bad = int((~x.isfinite()).sum())
+            raise NonFiniteError(
+                at_user_line(
+                    f"{loc}: NaN or infinity {what}, {bad} of {x.numel()} values in shape {tuple(x.shape)} "
+                    f"(request {m.request}, step {m.step})"
+                )
+            )
+
+
+def check_counted(loc: Location, value: Any, there: Any, m: Pass) -> None:
+    """Nothing has counted an edit of `value`, so it has to be what the model still holds `there`."""
+    for x, y in zip(*((v if type(v) is tuple else (v,)) for v in (value, there)), strict=True):
+        if not torch.equal(x, y):
+            raise StaleWriteError(
+                at_user_line(
+                    f"{loc} was edited in a way that torch does not count (through .data or a NumPy array), so the "
+                    f"edit took no part: edit the tensor itself, or assign to it (request {m.request}, step {m.step})"
+                )
+            )
+
+
+def check_token(value: torch.Tensor, vocab: int) -> None:
+    if not 0 <= int(value) < vocab:
+        raise WriteError(at_user_line(f"sampled: token id {int(value)} is outside the vocabulary of {vocab}"))
 
 
 def check_write(loc: Location, current: torch.Tensor, value: Any) -> None:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from threading import local
 from typing import Any, Literal, Protocol
 
 import torch
-from greenlet import GreenletExit, getcurrent, greenlet
+from greenlet import GreenletExit, getcurrent
 
 from adapters.errors import (
     InterventionError,
@@ -24,13 +22,14 @@ from adapters.errors import (
     line_of,
 )
 from adapters.handed import LENT
-from adapters.intervention import Intervention, Pass, functions
+from adapters.intervention import Intervention, Pass
 from adapters.live import Job, Live
 from adapters.modes import InferenceMode, is_grad_enabled, is_inference_mode_enabled, set_grad_enabled
 from adapters.modules import layer_stem, no_such_module, parameter, ran_before
 from adapters.points import _STRIDE, Location, Points
 from adapters.recompute import replayed
 from adapters.rows import Part, Rows
+from adapters.threads import Threads
 
 __all__ = ["Host", "Interleaver", "Key", "no_such_module", "parameter"]
 
@@ -80,8 +79,7 @@ class Interleaver:
         self.shared = False
         self.lends = self.fresh = False
         self.interrupt: BaseException | None = None
-        # Greenlets between two functions, of this thread.
-        self._idle = local()
+        self._threads = Threads()
         # Modules by path, as far as they were asked for.
         self.inputs: dict[str, Location] = {}
         self.outputs: dict[str, Location] = {}
@@ -130,17 +128,8 @@ class Interleaver:
             for m in live.passes:
                 m._begin(job.index, mine, first, n, job.is_prompt, job.draws, hub)
                 if m.fn is not None:
-                    m.thread = self._thread(hub)
+                    m.thread = self._threads.one(hub)
                 self._resume(m, m)
-
-    def _thread(self, hub: Any) -> Any:
-        """A greenlet for one function: one that has run others before, for a new one costs a dozen times as much."""
-        idle = self._idle.__dict__.setdefault("threads", [])
-        if not idle:
-            return greenlet(partial(functions, idle), hub)
-        thread = idle.pop()
-        thread.parent, thread.gr_context = hub, None
-        return thread
 
     def _again(self, rows: Rows, job: Job, hub: Any) -> tuple[int, int, Rows]:
         """Part of this pass computes what interventions have seen: their writes are done again without them, and what
@@ -154,7 +143,7 @@ class Interleaver:
         for order, fn in enumerate(replayed(live.written or (), job.first, n, job.draws and n == job.tokens)):
             m = Pass(self, Live(live.id), fn, -1 - order)
             m._begin(job.index, Part(rows, 0, n), job.first, n, job.is_prompt, job.draws, hub)
-            m.thread = self._thread(hub)
+            m.thread = self._threads.one(hub)
             self._resume(m, m)
         return job.first + n, job.tokens - n, Part(rows, n, job.tokens)
 

@@ -7,7 +7,6 @@ rewritten and nothing is traced: the function is an ordinary one in a greenlet.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ from adapters.attributes import Module, layered, single
 from adapters.errors import (
     InterventionError,
     NeverRanError,
-    NonFiniteError,
     NotInRowsError,
     PassedError,
     StaleWriteError,
@@ -28,7 +26,18 @@ from adapters.errors import (
     at_user_line,
 )
 from adapters.exchange import lent, put, spliced, take
-from adapters.handed import LENT, UNHELD, UNHELD_IN_SAVE, check_write, in_graph, storage_uses, versions
+from adapters.handed import (
+    LENT,
+    UNHELD,
+    UNHELD_IN_SAVE,
+    check_counted,
+    check_finite,
+    check_token,
+    check_write,
+    in_graph,
+    storage_uses,
+    versions,
+)
 from adapters.modes import (
     InferenceMode,
     cross,
@@ -57,6 +66,35 @@ class Pass:
     it both count as writes, until the next point is read: then the model goes on with what was left there, and the
     tensor stays as it was. `m.logits` is [1, vocab] and `m.sampled` [1], the row that the sampler sees and the token it
     drew; a pass that draws no token (an early chunk of a long prompt) ends where either is read.
+
+    An edit that torch does not count, through `.data` or a NumPy array, may be lost without a word; with
+    `run(..., check_finite=True)` it is an error.
+
+    >>> import tapgrid
+    >>> rt = tapgrid.load("synthetic:llama", dtype="float32")
+    >>> def fn(m):
+    ...     seen = m.state.setdefault("seen", [])
+    ...     seen.append((m.step, m.is_prompt, m.tokens, m.positions.tolist()))
+    ...     m.resid_post[0][m.positions == 1] *= 2                  # one position, in whichever pass it comes
+    ...     m.save("mlp", m.at("model.layers.1.mlp").output)        # any module
+    ...     guess = m.unembed(m.resid_post[1])                      # [tokens, vocab]: norm and head of the model
+    ...     m.save("alike", m.norm(m.resid_post[1]) @ m.weight("lm_head.weight").T - guess)
+    ...     if m.draws and m.step == 1:
+    ...         m.save("seen", seen)
+    ...         m.stop()                                            # keeps this pass's token
+    >>> out = rt.run([5, 6, 7], fn, max_new_tokens=8, ignore_eos=True)[0]
+    >>> out.saves["seen"], len(out.token_ids)
+    ([[(0, True, 3, [0, 1, 2]), (1, False, 1, [3])]], 2)
+    >>> tuple(out.cat("mlp").shape), bool(out.cat("alike").abs().max() < 1e-4)
+    ((4, 128), True)
+
+    In a `trace`, `m.saves` is what its body has saved, and `m.tokenizer` the model's, if it has one:
+
+    >>> with rt.trace([5, 6]) as m:
+    ...     m.save("token", m.sampled)
+    >>> len(m.saves["token"]), m.request, m.tokenizer is rt.tokenizer
+    (1, 'tapgrid-2', True)
+    >>> rt.close()
 
     Attributes:
         step: passes of this request so far, from 0.
@@ -206,7 +244,7 @@ class Pass:
         if il.grad:
             value = in_graph(value)
         if self.live.check_finite:
-            self._check_finite(loc, value, "is read there")
+            check_finite(loc, value, "is read there", self)
         try:
             self._version = value._version if type(value) is not tuple else versions(value)
         except RuntimeError:
@@ -264,6 +302,9 @@ class Pass:
         version = value._version if type(value) is not tuple else versions(value)
         if version != self._version or self._il.grad:
             self._edited(loc, value, version != self._version)
+        elif self.live.check_finite and self._back is not lent:
+            there, _ = take(loc, self._payload, self._rows, self._index, (self._first, self._n), self._il)
+            check_counted(loc, value, there, self)
         if self._back is lent:
             shared = storage_uses(value.untyped_storage()._cdata)
             if getrefcount(value) > self._refs or shared > LENT - (value is self._payload):
@@ -283,9 +324,9 @@ class Pass:
         self._il.total = None
         if changed:
             if live.check_finite:
-                self._check_finite(loc, value, "was written there")
+                check_finite(loc, value, "was written there", self)
             if loc.key is SAMPLED_KEY:
-                self._check_token(value)
+                check_token(value, self._points.dims.vocab)
             live.wrote = True
             if live.written is not None:
                 live.written.append(Written(loc, self._first, self._n, copied(value)))
@@ -310,22 +351,6 @@ class Pass:
                 self._back(value)
         else:
             self._back(value)
-
-    def _check_finite(self, loc: Location, value: Any, what: str) -> None:
-        for x in value if type(value) is tuple else (value,):
-            if x.is_floating_point() and not bool(x.isfinite().all()):
-                bad = int((~x.isfinite()).sum())
-                raise NonFiniteError(
-                    at_user_line(
-                        f"{loc}: NaN or infinity {what}, {bad} of {x.numel()} values in shape {tuple(x.shape)} "
-                        f"(request {self.request}, step {self.step})"
-                    )
-                )
-
-    def _check_token(self, value: torch.Tensor) -> None:
-        token, vocab = int(value), self._points.dims.vocab
-        if not 0 <= token < vocab:
-            raise WriteError(at_user_line(f"sampled: token id {token} is outside the vocabulary of {vocab}"))
 
     def _write(self, loc: Location, value: torch.Tensor) -> None:
         current = self._read(loc)
@@ -357,38 +382,6 @@ class Pass:
         self._hub = self._loc = self._value = self._payload = self._key = None
         self._rank = -1
         self._handed.clear()
-
-
-# How many greenlets wait for their next function; more than that are let go of.
-_IDLE = 256
-
-
-def functions(idle: list[Any], m: Pass) -> None:
-    """The greenlet of one function after another, each in one pass; in between it lies in `idle`."""
-    thread = getcurrent()
-    while _runs(m) and len(idle) < _IDLE:
-        del m
-        idle.append(thread)
-        m = thread.parent.switch(None)
-
-
-def _runs(m: Pass) -> bool:
-    """Run the function of `m`; whether it came to its end."""
-    try:
-        assert m.fn is not None
-        returned = m.fn(m)
-        if returned is not None and (inspect.isgenerator(returned) or inspect.iscoroutine(returned)):
-            returned.close()
-            raise InterventionError(
-                f"{m.fn!r} is a generator or a coroutine function: calling it runs nothing. An intervention is a plain "
-                "function that is called once a pass"
-            )
-        m._finish()
-    except GreenletExit:
-        return False  # ended without a word; a greenlet would hand the exception over as what it returned
-    finally:
-        m._end()
-    return True
 
 
 for _name in PER_LAYER:

@@ -33,8 +33,8 @@ class Output:
     where they were asked for.
 
     >>> out = Output("r", (5, 6), (7,), {"probe": [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]})
-    >>> out.cat("probe").tolist()
-    [1.0, 2.0, 3.0]
+    >>> out.cat("probe").tolist(), out.text
+    ([1.0, 2.0, 3.0], None)
     """
 
     request: str
@@ -140,7 +140,13 @@ class Runtime:
     >>> list(rt.run([5, 6, 7], max_new_tokens=1)[0].saves), list(rt.run([5, 6, 7], max_new_tokens=1, edits=[])[0].saves)
     (['post'], [])
     >>> rt.remove("steer")
-    >>> rt.close()
+
+    What there is to read, and why something is not:
+
+    >>> rt.points()[-4:], rt.why_not("router", 0)[:60]
+    (('resid_post', 'final_norm', 'logits', 'sampled'), 'router[0] on llama (hf): a dense layer has no router; the ne')
+    >>> rt.tokenizer.decode([5]), rt.close()
+    (..., None)
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -182,7 +188,8 @@ class Runtime:
                 `intervention`.
             on_error: an intervention's error ends its own request only. "raise" raises the first one after the others
                 have finished, with all outputs in its `outputs` attribute; "return" leaves it in `Output.error`.
-            check_finite: whether a read or a write that holds NaN or infinity is an error.
+            check_finite: whether a read or a write that holds NaN or infinity is an error, and an edit that torch does
+                not count (through `.data` or a NumPy array).
             grad: whether reads are part of autograd's graph, so that `.grad` of what was read is there after a
                 `backward()` inside the intervention. Each prompt is then computed alone; `max_new_tokens` must be 1.
             check_ranks: whether everything that is read and saved is compared between the ranks of a model that is
@@ -235,7 +242,15 @@ class Runtime:
     def stream(
         self, prompt: Prompt, intervention: Intervention | Sequence[Intervention | None] | None = None, **options: Any
     ) -> Stream:
-        """The tokens of one prompt as they are drawn: `async for piece in rt.stream(...)`, with `run`'s arguments."""
+        """The tokens of one prompt as they are drawn, with `run`'s arguments.
+
+        >>> import asyncio, tapgrid
+        >>> async def main():
+        ...     with tapgrid.load("synthetic:llama", dtype="float32") as rt:
+        ...         return [piece.token_id async for piece in rt.stream([5, 6], max_new_tokens=3, ignore_eos=True)]
+        >>> len(asyncio.run(main()))
+        3
+        """
         self._check_in_process("stream()")
         asks = self._asks(prompt, intervention, **options)
         if len(asks) != 1:
@@ -321,6 +336,13 @@ class Runtime:
         """Which modules are split over which ranks, as the engine's own plan says; printing it lists them.
 
         LoadError for an engine that is not split.
+
+        >>> import tapgrid
+        >>> with tapgrid.load("synthetic:llama") as rt:
+        ...     rt.sharding()
+        Traceback (most recent call last):
+            ...
+        adapters.errors.LoadError: this model is on one rank, so nothing is split: load(..., backend='sharded', tp=2)
         """
         found: Sharding | None = getattr(self.engine, "sharding", None)
         if found is None:
@@ -329,6 +351,7 @@ class Runtime:
 
     @property
     def tokenizer(self) -> Any:
+        """The model's tokenizer; None where it has none."""
         return self.engine.tokenizer
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -11,8 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from adapters.points import CANONICAL
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+
+
+def callable_or_property(thing: object) -> bool:
+    return inspect.isfunction(thing) or isinstance(thing, property)
+
+
 MODULES = [
     "tapgrid",
     *sorted(
@@ -33,6 +42,48 @@ def test_doctests(module: str) -> None:
     failed, tried = doctest.testmod(importlib.import_module(module), optionflags=doctest.ELLIPSIS)
     assert tried, f"{module} has '>>>' and no doctest that runs"
     assert not failed
+
+
+def public() -> dict[str, object]:
+    """Every public name of the face and of the runtime."""
+    return {
+        f"{package}.{name}": getattr(importlib.import_module(package), name)
+        for package in ("tapgrid", "adapters")
+        for name in importlib.import_module(package).__all__
+    }
+
+
+def examples(thing: object) -> str:
+    """The code of the examples in a thing's own docstring."""
+    return "".join(e.source for e in doctest.DocTestParser().get_examples(inspect.getdoc(thing) or ""))
+
+
+@pytest.mark.parametrize("name", public())
+def test_every_public_name_has_an_example_that_is_run(name: str) -> None:
+    """In its own docstring, and in a module whose doctests `test_doctests` runs."""
+    thing = public()[name]
+    assert examples(thing), f"{name} has no example"
+    assert thing.__module__ in MODULES
+    assert re.search(rf"\b{name.rpartition('.')[2]}\b|rt\.|m\.", examples(thing))
+
+
+@pytest.mark.parametrize(
+    ("name", "member"),
+    [
+        (name, member)
+        for name, thing in public().items()
+        if inspect.isclass(thing) and name in ("tapgrid.Output", "tapgrid.Pass", "tapgrid.Runtime")
+        for member in vars(thing)
+        if not member.startswith("_") and member not in CANONICAL and callable_or_property(vars(thing)[member])
+    ],
+)
+def test_every_method_is_told_and_shown(name: str, member: str) -> None:
+    """Each has a docstring, and an example of its own or a place in its class's."""
+    kind = public()[name]
+    thing = inspect.getattr_static(kind, member)
+    assert inspect.getdoc(thing), f"{name}.{member} has no docstring"
+    shown = examples(kind) + examples(thing) + examples(importlib.import_module("tapgrid").load)
+    assert f".{member}" in shown or f" {member}" in shown, f"no example shows {name}.{member}"
 
 
 @pytest.mark.engine

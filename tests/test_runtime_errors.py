@@ -226,6 +226,36 @@ def test_not_finite_is_an_error_when_asked(rt: Runtime) -> None:
 # ---- errors of the user's own
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("through", [lambda x: x.data, lambda x: x.numpy()])
+def test_an_edit_that_torch_does_not_count_takes_part_or_is_an_error_when_asked(
+    rt: Runtime, through: Any, batch: int
+) -> None:
+    """A copy that was edited so is not written back: asked to check, that is said; what was lent has the edit in it."""
+    row = torch.linspace(-1, 1, D_MODEL)
+
+    def fn(m: Any) -> None:
+        through(m.resid_post[1])[...] = row
+        m.save("after", m.resid_pre[2])
+
+    outs = run(rt, IDS[:batch], fn, max_new_tokens=1, check_finite=True, on_error="return")
+    lent = batch == 1 and rt.engine.points.engine == "hf"
+    for out in outs:
+        if lent:
+            assert out.error is None
+            assert torch.equal(out.cat("after"), row.expand(len(out.prompt_token_ids), D_MODEL))
+        else:
+            assert isinstance(out.error, StaleWriteError)
+            assert "resid_post[1] was edited in a way that torch does not count" in str(out.error)
+            assert __file__ in str(out.error)
+    counted = run(rt, IDS[:batch], lambda m: m.resid_post[1].mul_(2), max_new_tokens=1, check_finite=True)
+    assert [o.error for o in counted] == [None] * batch
+    untouched = run(
+        rt, IDS[:batch], capture(("q", 1), ("resid_post", 1), ("logits",)), max_new_tokens=1, check_finite=True
+    )
+    assert [o.error for o in untouched] == [None] * batch
+
+
 def test_the_users_error_arrives_with_file_and_line(rt: Runtime) -> None:
     """case 53."""
 

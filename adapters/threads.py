@@ -1,0 +1,60 @@
+"""Greenlets that run one intervention after another: a new one costs a dozen times what one that has run does."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from threading import local
+from typing import TYPE_CHECKING, Any
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from adapters.errors import InterventionError
+
+if TYPE_CHECKING:
+    from adapters.intervention import Pass
+
+# How many wait for their next function; more than that are let go of.
+_IDLE = 256
+
+
+class Threads(local):
+    """Greenlets between two functions. They belong to a thread of the system, so every one has its own."""
+
+    def __init__(self) -> None:
+        self.idle: list[Any] = []
+
+    def one(self, hub: Any) -> Any:
+        """A greenlet that runs the function of the pass that it is first switched to with, and comes back to `hub`."""
+        if not self.idle:
+            return greenlet(partial(_functions, self.idle), hub)
+        thread = self.idle.pop()
+        thread.parent, thread.gr_context = hub, None
+        return thread
+
+
+def _functions(idle: list[Any], m: Pass) -> None:
+    thread = getcurrent()
+    while _runs(m) and len(idle) < _IDLE:
+        del m
+        idle.append(thread)
+        m = thread.parent.switch(None)
+
+
+def _runs(m: Pass) -> bool:
+    """Run the function of `m`; whether it came to its end."""
+    try:
+        assert m.fn is not None
+        returned = m.fn(m)
+        if returned is not None and (inspect.isgenerator(returned) or inspect.iscoroutine(returned)):
+            returned.close()
+            raise InterventionError(
+                f"{m.fn!r} is a generator or a coroutine function: calling it runs nothing. An intervention is a plain "
+                "function that is called once a pass"
+            )
+        m._finish()
+    except GreenletExit:
+        return False  # ended without a word; a greenlet would hand the exception over as what it returned
+    finally:
+        m._end()
+    return True
