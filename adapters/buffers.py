@@ -1,7 +1,7 @@
 """What `Capture` and `Add` state, as part of a compiled graph: buffers that the model itself fills and reads.
 
-Where a point has buffers, the graph adds to each row what its request's slot of a table holds, and copies the rows to a
-block of memory. An addition of another request is another slot, a capture is a copy out of the block after the pass:
+Where a point has buffers, the graph adds to each row what its request's slot of a table holds, and copies the rows to
+one of them. An addition of another request is another slot, a capture is a copy out of the buffer after the pass:
 nothing is traced again, no Python runs in the pass, and a CUDA graph that holds it may be replayed whole.
 
 The same bits as in Python: there the sum of hidden and residual is rounded to the model's dtype, and so is the sum with
@@ -29,18 +29,11 @@ _copy = torch.ops.aten.copy_.default  # by its schema: a pass that removes dead 
 
 @dataclass
 class Planned:
-    """What a request leaves to the graph: names to save -> places in the block, and what to add where."""
+    """What a request leaves to the graph: names to save -> places of buffers, and what to add where."""
 
     captures: list[tuple[str, Location, int]] = field(default_factory=list)
     adds: dict[int, Add] = field(default_factory=dict)
     handed: int = 0  # positions whose rows were handed out
-
-    @functools.cached_property
-    def places(self) -> slice | list[int]:
-        """Where in the block the captures are; side by side they are cut out at once."""
-        found = [i for _, _, i in self.captures]
-        side_by_side = slice(found[0], found[0] + len(found))
-        return side_by_side if found == list(range(found[0], found[0] + len(found))) else found
 
     @functools.cached_property
     def key(self) -> tuple[Add, ...]:
@@ -75,7 +68,8 @@ class Buffers:
         like = next(model.parameters())
         width = max((shape.numel() for shape in self._shapes), default=0)
         with torch.inference_mode(False):
-            self.block = like.new_zeros(len(self.locations), tokens, width)
+            # One tensor a place: what is written through several views of one, the compiler copies whole at every pass.
+            self.kept = [like.new_zeros(tokens, shape.numel()) for shape in self._shapes]
             self.table = like.new_zeros(len(self.locations), requests + 1, width)
             self.adds = torch.zeros(len(self.locations), requests + 1, dtype=torch.bool, device=like.device)
             self.slots = torch.zeros(tokens, dtype=torch.int64, device=like.device)
@@ -85,8 +79,7 @@ class Buffers:
             hook(model, loc, self._in_graph(i, loc, self._shapes[i].numel()))
 
     def _in_graph(self, i: int, loc: Location, width: int) -> Any:
-        # Views of one place each: with its number as a constant, every layer's graph would be another one.
-        block, table, adds, slots = self.block[i, :, :width], self.table[i, :, :width], self.adds[i], self.slots
+        held, table, adds, slots = self.kept[i], self.table[i, :, :width], self.adds[i], self.slots
 
         def traced(module: torch.nn.Module, found: torch.Tensor, second: torch.Tensor | None) -> None:
             x = found[0] if loc.site.lead else found
@@ -104,7 +97,7 @@ class Buffers:
                 changed = on & (old != new).any(-1, keepdim=True)
                 _copy(second, torch.where(changed, kept, second))
                 _copy(x, torch.where(changed, torch.zeros_like(x), x))
-            _copy(block[:rows], kept)
+            _copy(held[:rows], kept)
 
         return traced
 
@@ -185,11 +178,9 @@ class Buffers:
         live.wrote = live.wrote or bool(planned.adds)
         if not planned.captures or start >= stop:
             return
-        rows = self.block[planned.places, start:stop].clone().unbind(0)
-        for (name, loc, i), row in zip(planned.captures, rows, strict=True):
+        for name, loc, i in planned.captures:
+            row = torch.narrow_copy(self.kept[i], 0, start, stop - start)
             shape = self._shapes[i]
-            if row.shape[1] != shape.numel():
-                row = row[:, : shape.numel()].clone()
             entries = live.saves.get(name)
             if entries is None:
                 entries = live.saves[name] = []

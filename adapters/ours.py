@@ -250,13 +250,11 @@ class TapgridEager(Tapgrid):
 
 
 class TapgridTaps(Tapgrid):
-    """Compiled vLLM; every residual stream and every head output is live, which is what the rows need, and what a row
-    states (capture, steer) is part of the graph."""
+    """Compiled vLLM; every residual stream and every head output is live, which is what the rows need."""
 
     engine: EngineName = "vllm"
     backend: BackendName = "taps"
     taps = ("resid_post.*", "z.*")
-    buffers = ("resid_post.*",)
 
 
 class TapgridHF(Tapgrid):
