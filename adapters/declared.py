@@ -104,7 +104,7 @@ class Add(Stated):
                     f"Add: a token's row at {loc} has shape {tuple(shape)}, the vector {tuple(self.vector.shape)}"
                 )
             )
-        return (self.vector * self.scale).to(like)
+        return (self.vector if self.scale == 1.0 else self.vector * self.scale).to(like)
 
     def __call__(self, m: Pass) -> None:
         loc = m._points.parse(self.point)
