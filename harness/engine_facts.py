@@ -45,7 +45,9 @@ def facts(adapter: object = None) -> dict[str, Any]:
     found: dict[str, Any] = {"in_process": not any(_engines()), "omp_threads": os.environ.get("OMP_NUM_THREADS")}
     if torch := sys.modules.get("torch"):
         found["threads"] = torch.get_num_threads()
-    return found | from_configs(held(adapter, "VllmConfig"))
+    # The configuration of what runs, and not of a model that a library only built to look at (nnsight does).
+    engines = held(adapter, "LLMEngine", "AsyncLLM")
+    return found | from_configs(e.vllm_config for e in engines)
 
 
 def _engines() -> Iterator[psutil.Process]:
@@ -59,8 +61,8 @@ def _engines() -> Iterator[psutil.Process]:
             yield child
 
 
-def held(root: object, name: str, most: int = 100_000) -> list[Any]:
-    """The objects whose class has that name, among the `most` nearest that `root` holds.
+def held(root: object, *names: str, most: int = 100_000) -> list[Any]:
+    """The objects that are of a class of one of these names, among the `most` nearest that `root` holds.
 
     Libraries keep their engine in places of their own, and vLLM takes what it holds out of the collector's sight
     (`gc.freeze`), so it is looked for from here, breadth first, by what refers to what.
@@ -71,7 +73,7 @@ def held(root: object, name: str, most: int = 100_000) -> list[Any]:
     found, seen, queue = [], {id(root)}, deque([root])
     while queue and len(seen) < most:
         one = queue.popleft()
-        if type(one).__name__ == name:
+        if any(c.__name__ in names for c in type(one).__mro__):
             found.append(one)
             continue
         for other in gc.get_referents(one):

@@ -231,15 +231,27 @@ def test_configurations_that_disagree_are_both_told() -> None:
     assert found["max_num_seqs"] == [4, 8]
 
 
-class VllmConfig:
-    cache_config = SimpleNamespace(enable_prefix_caching=True)
+class LLMEngine:
+    """As vLLM calls it."""
+
+    def __init__(self, prefix_caching: bool = True) -> None:
+        self.vllm_config = config(cache_config__enable_prefix_caching=prefix_caching)
+
+
+class TheirEngine(LLMEngine):
+    """As a library may call its own."""
 
 
 def test_a_configuration_is_found_wherever_a_library_keeps_it_and_out_of_the_collectors_sight() -> None:
-    adapter = SimpleNamespace(_model=SimpleNamespace(driver={"engines": [SimpleNamespace(_hidden=VllmConfig())]}))
+    engine = TheirEngine()
+    looked_at = config(scheduler_config__enable_chunked_prefill=False)  # of a model that does not run
+    adapter = SimpleNamespace(
+        _model=SimpleNamespace(driver={"engines": [SimpleNamespace(_hidden=engine)]}, meta=looked_at)
+    )
     gc.freeze()  # as vLLM does
     try:
-        assert engine_facts.facts(adapter)["prefix_caching"] is True
+        found = engine_facts.facts(adapter)
+        assert (found["prefix_caching"], found["chunked_prefill"]) == (True, True)
     finally:
         gc.unfreeze()
     assert "prefix_caching" not in engine_facts.facts(SimpleNamespace())
@@ -247,14 +259,14 @@ def test_a_configuration_is_found_wherever_a_library_keeps_it_and_out_of_the_col
 
 
 def test_the_search_ends_and_does_not_leave_the_adapter() -> None:
-    ring: dict[str, Any] = {"modules": sys.modules[__name__], "kind": VllmConfig}
+    ring: dict[str, Any] = {"modules": sys.modules[__name__], "kind": LLMEngine}
     ring["itself"] = ring
-    assert engine_facts.held(ring, "VllmConfig") == []  # a class is no configuration, and a module is elsewhere
-    far = [VllmConfig()]
+    assert engine_facts.held(ring, "LLMEngine") == []  # a class is no engine, and a module is elsewhere
+    far: list[Any] = [LLMEngine()]
     for _ in range(50):
         far = [far]
-    assert len(engine_facts.held(far, "VllmConfig")) == 1
-    assert engine_facts.held(far, "VllmConfig", most=20) == []
+    assert len(engine_facts.held(far, "LLMEngine")) == 1
+    assert engine_facts.held(far, "LLMEngine", most=20) == []
 
 
 # --- what columns boot with ---
