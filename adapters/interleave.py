@@ -29,7 +29,7 @@ from adapters.modules import layer_stem, no_such_module, parameter, ran_before
 from adapters.points import _STRIDE, Location, Points
 from adapters.recompute import replayed
 from adapters.rows import Part, Rows
-from adapters.threads import Threads
+from adapters.threads import Threads, runs_function
 
 __all__ = ["Host", "Interleaver", "Key", "no_such_module", "parameter"]
 
@@ -79,7 +79,7 @@ class Interleaver:
         self.shared = False
         self.lends = self.fresh = False
         self.interrupt: BaseException | None = None
-        self._threads = Threads()
+        self._threads = Threads(runs_function)
         # Modules by path, as far as they were asked for.
         self.inputs: dict[str, Location] = {}
         self.outputs: dict[str, Location] = {}
@@ -126,7 +126,7 @@ class Interleaver:
             if job.draws:
                 live.drawn += 1
             for m in live.passes:
-                m._begin(job.index, mine, first, n, job.is_prompt, job.draws, hub)
+                m._begin(job.place, mine, first, n, job.is_prompt, job.draws, hub)
                 if m.fn is not None:
                     m.thread = self._threads.one(hub)
                 self._resume(m, m)
@@ -142,7 +142,7 @@ class Interleaver:
             )
         for order, fn in enumerate(replayed(live.written or (), job.first, n, job.draws and n == job.tokens)):
             m = Pass(self, Live(live.id), fn, -1 - order)
-            m._begin(job.index, Part(rows, 0, n), job.first, n, job.is_prompt, job.draws, hub)
+            m._begin(job.place, Part(rows, 0, n), job.first, n, job.is_prompt, job.draws, hub)
             m.thread = self._threads.one(hub)
             self._resume(m, m)
         return job.first + n, job.tokens - n, Part(rows, n, job.tokens)

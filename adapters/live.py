@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from adapters.saves import check
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from adapters.sites import Location
 
 
-@dataclass
+@dataclass(slots=True)
 class Live:
     """A request that interventions take part in, from its first pass to its last.
 
@@ -52,12 +52,11 @@ class Live:
             self.error = check(self.id, self.saves, self.as_read)
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One request's part of one pass: its place in the batch, first position and tokens, whether a token is drawn."""
 
     live: Live
-    index: int
+    place: int
     first: int
     tokens: int
     is_prompt: bool

@@ -301,12 +301,14 @@ class Runtime:
         """
         if grad:
             self._check_grad(1)
-        with trace_of(self.engine, self._ask(prompt, 1, grad)) as m:
+        ask = self._ask(prompt, 1, grad)
+        with trace_of(self.engine, lambda body: replace(ask, body=body)) as m:
             yield m
 
     def steps(self, prompt: Prompt, *, max_new_tokens: int = 16) -> Iterator[Pass]:
         """A generation as a loop: the body runs inside each forward pass in turn."""
-        return steps_of(self.engine, self._ask(prompt, max_new_tokens, False))
+        ask = self._ask(prompt, max_new_tokens, False)
+        return steps_of(self.engine, lambda body: replace(ask, body=body))
 
     def install(self, intervention: Intervention, *, name: str) -> None:
         """Leave `intervention` on the engine for every later request, after those already installed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import partial
 from threading import local
 from typing import TYPE_CHECKING, Any
@@ -14,34 +15,38 @@ from adapters.errors import InterventionError
 if TYPE_CHECKING:
     from adapters.intervention import Pass
 
-# How many wait for their next function; more than that are let go of.
+# How many wait for their next job; more than that are let go of.
 _IDLE = 256
 
 
 class Threads(local):
-    """Greenlets between two functions. They belong to a thread of the system, so every one has its own."""
+    """Greenlets between two jobs. They belong to a thread of the system, so every one has its own.
 
-    def __init__(self) -> None:
+    `runs` does one job, and says whether its greenlet may have another.
+    """
+
+    def __init__(self, runs: Callable[[Any], bool]) -> None:
+        self.runs = runs
         self.idle: list[Any] = []
 
     def one(self, hub: Any) -> Any:
-        """A greenlet that runs the function of the pass that it is first switched to with, and comes back to `hub`."""
+        """A greenlet that does the job that it is first switched to with, and then comes back to `hub`."""
         if not self.idle:
-            return greenlet(partial(_functions, self.idle), hub)
+            return greenlet(partial(_one_after_another, self.runs, self.idle), hub)
         thread = self.idle.pop()
         thread.parent, thread.gr_context = hub, None
         return thread
 
 
-def _functions(idle: list[Any], m: Pass) -> None:
+def _one_after_another(runs: Callable[[Any], bool], idle: list[Any], job: Any) -> None:
     thread = getcurrent()
-    while _runs(m) and len(idle) < _IDLE:
-        del m
+    while runs(job) and len(idle) < _IDLE:
+        del job
         idle.append(thread)
-        m = thread.parent.switch(None)
+        job = thread.parent.switch(None)
 
 
-def _runs(m: Pass) -> bool:
+def runs_function(m: Pass) -> bool:
     """Run the function of `m`; whether it came to its end."""
     try:
         assert m.fn is not None

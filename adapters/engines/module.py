@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,8 +39,7 @@ class _NoPoints:
         return Location(name, None, Site(path, side), (path, side), -1)
 
 
-@dataclass(frozen=True)
-class Input:
+class Input(NamedTuple):
     """One request: rows [n, ...] of the module's input."""
 
     id: str
@@ -50,8 +48,7 @@ class Input:
     body: Any = None
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """What one request gave back: its rows of the module's output, and what it saved."""
 
     output: Any
@@ -83,7 +80,7 @@ class WrappedModule:
     @contextmanager
     def trace(self, rows: torch.Tensor) -> Iterator[Pass]:
         """One forward on `rows` [n, ...] with the body of the `with` as its intervention."""
-        with trace_of(self, Input("trace", rows)) as m:  # type: ignore[arg-type]
+        with trace_of(self, lambda body: Input("trace", rows, (), body)) as m:  # type: ignore[arg-type,return-value]
             yield m
 
     def forward(self, inputs: Sequence[torch.Tensor], intervention: Intervention) -> list[Result]:
@@ -93,7 +90,8 @@ class WrappedModule:
     def run(self, inputs: Sequence[Input]) -> list[Result]:
         il = self.il
         lives = [il.live(i.id, i.fns, i.body) for i in inputs]
-        starts = [0, *accumulate(i.rows.shape[0] for i in inputs)]
+        sizes = [i.rows.size(0) for i in inputs]
+        starts = [0, *accumulate(sizes)]
         batch = inputs[0].rows if len(inputs) == 1 else torch.cat([i.rows for i in inputs])
         try:
             with torch.no_grad():
@@ -105,10 +103,9 @@ class WrappedModule:
             self.hooks.clear()
             for live in lives:
                 live.passes.clear()  # each holds its request, which holds it
-        return [
-            Result(out[a:b] if isinstance(out, torch.Tensor) else out, live.saves, live.error)
-            for live, a, b in zip(lives, starts, starts[1:], strict=False)
-        ]
+        in_rows = isinstance(out, torch.Tensor) and out.dim() and out.size(0) == starts[-1]
+        apart = out.split(sizes) if in_rows else [out] * len(sizes)
+        return [Result(rows, live.saves, live.error) for rows, live in zip(apart, lives, strict=True)]
 
 
 def _job(live: Live, index: int, starts: list[int]) -> Job:
