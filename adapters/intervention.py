@@ -230,7 +230,12 @@ class Pass:
         if loc.key != self._key:
             if rank == -2:
                 raise self._passed(loc)
-            self._payload = self._go(loc)
+            try:
+                self._payload = self._go(loc)
+            except BaseException:
+                # What was held at the place before is gone, unless the model has not moved at all.
+                self._key = None if self._payload is None else self._key
+                raise
             self._key = loc.key
         elif rank == -2 and loc.rank >= 0:
             raise self._passed(loc)
@@ -265,9 +270,9 @@ class Pass:
         if not self.draws and loc.key in (LOGITS_KEY, SAMPLED_KEY):
             self._no_draw(loc)
         self._il.host.attach(loc.key)
-        self._payload = None  # a whole batch's: it must not live on until this request is served again
         if is_any_autocast_enabled():
             refuse_autocast()
+        self._payload = None  # a whole batch's: it must not live on until this request is served again
         if is_inference_mode_enabled():
             return cross(hub.switch, loc)
         grad = is_grad_enabled()

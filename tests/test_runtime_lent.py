@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adapters.engines.module import WrappedModule
-from adapters.errors import StaleWriteError, UnknownModuleError
+from adapters.errors import NeverRanError, StaleWriteError, UnknownModuleError
 from adapters.handed import ALONE, LENT
 from tests.engines import our_hooks
 
@@ -262,6 +262,24 @@ def test_two_interventions_at_one_place_see_each_other(stack: WrappedModule) -> 
         plain = stack.model[0](X)
         assert torch.equal(kept[0], plain * 2)
         assert torch.equal(result.saves["end"][0], stack.model[2](stack.model[1](plain * 2 + 1)))
+
+
+def test_after_a_caught_error_the_place_before_is_read_again_or_is_gone(stack: WrappedModule) -> None:
+    """A refusal before the model moves leaves the place as it was; a pass that ended meanwhile leaves nothing."""
+
+    def fn(m: Any) -> None:
+        first = m.at("0").output
+        with pytest.raises(UnknownModuleError):
+            m.at("nope").output  # noqa: B018
+        m.save("still", torch.equal(m.at("0").output, first))
+        m.at("2").output  # noqa: B018
+        for path in ("1", "2", "2"):
+            with pytest.raises(NeverRanError):
+                m.at(path).output  # noqa: B018
+
+    result = stack.forward([X], fn)[0]
+    assert result.error is None
+    assert result.saves["still"] == [True]
 
 
 # ---- what listens
