@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from adapters.errors import RanksDivergedError, ShardingError, at_line, line_of
+from adapters.exchange import _whole as _shown
 from adapters.exchange import _with as swapped
 from adapters.interleave import Host, Interleaver, Key
 from adapters.intervention import Intervention
@@ -114,6 +115,8 @@ class WholeInterleaver(Interleaver):
         # Logits and tokens are gathered by the engines themselves, on every rank.
         self._splits: dict[Key, Split | None] = {LOGITS_KEY: None, SAMPLED_KEY: None}
         self._names = _names(host.points)
+        # Which tensors of an output ranks hold differently, beside a point that they hold alike.
+        self._beside: dict[Key, set[int]] = {}
         # What this rank did, by request; `check_reads` is whether what is read counts too, for requests to come.
         self.trails: dict[str, Trail] = {}
         self.check_reads = False
@@ -134,6 +137,9 @@ class WholeInterleaver(Interleaver):
         except (RanksDivergedError, ShardingError) as error:
             self._refuse(key, error)
             return None
+        if key in self._beside:
+            alike = [t for i, t in enumerate(_tensors(key, payload)) if i not in self._beside[key]]
+            payload = tuple(x if any(x is t for t in alike) else None for x in payload)
         for m in passes:
             if m.live.trail is not None and m.live.trail.reads and key[1] != "attention":
                 m.live.trail.add(f"{self.name(key)} (step {m.step})", _tensors(key, payload))
@@ -153,13 +159,24 @@ class WholeInterleaver(Interleaver):
                 raise ShardingError(
                     f"{self.name(key)}: the engine's plan does not say which heads a rank has"
                 ) from None
-            if len(set(self.ranks.agree(self.name(key), digest(_tensors(key, payload))))) > 1:
-                raise ShardingError(
-                    f"{self.name(key)} differs between ranks, and the engine's plan does not say how it is split: read "
-                    "the input or output of a linear layer beside it; rt.sharding() lists what is known"
-                ) from None
+            self._compare(key, payload)
         self._splits[key] = split
         return split
+
+    def _compare(self, key: Key, payload: Any) -> None:
+        """See that all ranks hold the same at `key`. What lies beside a point in the same tuple may differ: it is left
+        out of what is handed over."""
+        shown = _shown(Site("", "in"), payload) if key[1] == "in" else _tensors(key, payload)
+        apart = {
+            i for i, x in enumerate(shown) if len(set(self.ranks.agree(f"{self.name(key)} #{i}", int(digest(x))))) > 1
+        }
+        if apart and (key not in self._names or key[1] == "in" or 0 in apart):
+            raise ShardingError(
+                f"{self.name(key)} differs between ranks, and the engine's plan does not say how it is split: read the "
+                "input or output of a linear layer beside it; rt.sharding() lists what is known"
+            )
+        if apart:
+            self._beside[key] = apart
 
     def _whole(self, key: Key, payload: Any, split: Split) -> Any:
         where = self.name(key)

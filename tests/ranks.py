@@ -54,6 +54,13 @@ class Sum(torch.nn.Linear):
         return y
 
 
+class Both(torch.nn.Module):
+    """Hands on what all ranks hold alike, and beside it what each holds for itself: attention with its weights."""
+
+    def forward(self, x: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, own
+
+
 class Net(torch.nn.Module):
     """One block of attention without softmax (heads are summed with their key-value head) and a gated MLP."""
 
@@ -63,6 +70,7 @@ class Net(torch.nn.Module):
         self.heads = HEADS // ranks
         self.qkv = torch.nn.Linear(D, (self.heads + 2) * DIM, bias=False)
         self.o = Sum(self.heads * DIM, D, bias=False)
+        self.both = Both()
         self.gate_up = torch.nn.Linear(D, 2 * MLP // ranks, bias=False)
         self.act = torch.nn.SiLU()
         self.down = Sum(MLP // ranks, D, bias=False)
@@ -73,7 +81,7 @@ class Net(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).split([self.heads * DIM, DIM, DIM], -1)
         z = q.unflatten(-1, (self.heads, DIM)) * k[:, None] + v[:, None]
-        x = x + self.o(z.flatten(1))
+        x = x + self.both(self.o(z.flatten(1)), z)[0]
         gate, up = self.gate_up(self.norm(x)).chunk(2, -1)
         y = self.down(self.act(gate) * up)
         if dist.is_initialized():
@@ -203,6 +211,22 @@ def an_unplanned_slice(engine: Any, rank: int) -> Any:
         m.save("act", m.at("act").output)
 
     return [error for _, _, error in everything(engine, fn)]
+
+
+@case
+def what_lies_beside(engine: Any, rank: int) -> Any:
+    """A tuple of a point and a slice: refused as a module, and without the slice as that point."""
+
+    def fn(m: Any) -> None:
+        x = m.at("both").output
+        m.save("x", x)
+        x[:] = 1.0
+        m.save("norm", m.at("norm").output)
+
+    refused = [error for _, _, error in everything(engine, fn)]
+    key = ("both", "out")
+    engine.il._names[key] = "attn_out[0]"
+    return refused, everything(engine, fn)
 
 
 @case

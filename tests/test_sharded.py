@@ -274,6 +274,18 @@ def test_a_slice_that_no_plan_explains_is_refused() -> None:
             assert "ranks.py:" in error
 
 
+def test_a_slice_beside_a_point_is_left_out_and_never_handed_over() -> None:
+    def fn(m: Any) -> None:
+        x, _ = m.at("both").output
+        m.save("x", x)
+        x[:] = 1.0
+        m.save("norm", m.at("norm").output)
+
+    for refused, named in outcomes()["what_lies_beside"]:
+        assert all(error.startswith("ShardingError: both (out) differs between ranks") for error in refused)
+        same(named, alone(fn))
+
+
 def test_one_gather_a_visit_and_none_where_all_ranks_hold_the_same() -> None:
     for counted in outcomes()["gathers"]:
         assert counted == {"qkv": (1, 1), "norm": (0, 0), "out": (0, 0)}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import adapters
-from adapters.errors import LoadError, PassedError, RanksDivergedError, ShardingError
+from adapters.errors import LoadError, NotDeclaredError, PassedError, RanksDivergedError, ShardingError
 from adapters.runtime import Output, Runtime
 from harness.models import resolve
 from tests.engines import LLAMA, VLLM, booted, prompts, same
@@ -313,6 +313,31 @@ def test_the_plan_is_vllms_own(two: Runtime) -> None:
         "ParallelLMHead: weight vocabulary: 256 of axis 0 on each rank",
     ):
         assert line in printed
+
+
+# ---- compiled
+
+
+def test_taps_of_a_compiled_model_are_whole(one: Runtime) -> None:
+    def fn(m: Any) -> None:
+        m.save("q", m.q[0])
+        m.save("z", m.z[0])
+        m.save("post", m.resid_post[0])
+        m.z[1][:, 1:3] *= -2.0  # over the edge between the ranks
+        m.mlp_pre[1][:, 100:150] = 1.0
+        m.save("act", m.mlp_act[1])
+        m.resid_post[1] += 0.5
+        logits(m)
+
+    taps = ["resid_post.*", "z.*", "q.0", "mlp_pre.1", "mlp_act.1"]
+    rt = adapters.load(
+        resolve(LLAMA), engine="vllm", backend="sharded", tp=2, taps=taps, dtype="float32", rank_timeout=10, **VLLM
+    )
+    with rt:
+        assert max(by_point(run(rt, fn, check_ranks=True), run(one, fn)).values()) < TOLERANCE
+        assert [o.token_ids for o in run(rt)] == [o.token_ids for o in run(one)]
+        with pytest.raises(NotDeclaredError, match=r"layers.0.mlp.down_proj .input. has no tap"):
+            run(rt, lambda m: m.mlp_act[0])
 
 
 # ---- other families

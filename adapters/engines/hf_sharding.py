@@ -24,10 +24,12 @@ def sharding_of(model: Any, points: Points, ranks: int) -> Sharding:
         if path and style is not None:
             found[path] = _layer(style, ALL_PARALLEL_STYLES[style], module)
     for layer in points.layers("pattern"):
-        heads = _heads(points, layer, found)
-        if heads is not None:
-            path = points.at("pattern", layer).key[0]
+        z = points.at("z", layer)
+        projection, path = found.get(z.key[0]), points.at("pattern", layer).key[0]
+        if projection is not None and "in" not in projection.unsaid:
             known = found.get(path, Layer("attention", unsaid=_NEITHER))
+            # A rank attends with the heads whose outputs it projects.
+            heads = projection.input and even("heads", projection.input.pieces[0].width // z.head_dim, 0)
             found[path] = replace(known, attention=heads, unsaid=known.unsaid - {"attention"})
     return Sharding(ranks, found)
 
@@ -62,12 +64,3 @@ def _placed(module: torch.nn.Module) -> dict[str, Split]:
         for placement in getattr(p, "placements", ())
         if hasattr(placement, "dim")
     }
-
-
-def _heads(points: Points, layer: int, found: dict[str, Layer]) -> Split | None:
-    """Which heads a rank attends with: those whose outputs it projects."""
-    z = points.at("z", layer)
-    projection = found.get(z.key[0])
-    if projection is None or projection.input is None or not z.head_dim:
-        return None
-    return even("heads", projection.input.pieces[0].width // z.head_dim, 0)
