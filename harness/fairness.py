@@ -39,15 +39,9 @@ SETTINGS = {"enable_prefix_caching": "prefix_caching", "tensor_parallel_size": "
 # (library, fact) -> why it cannot be as the others are.
 FORCED: Mapping[tuple[str, str], str] = {
     ("nnsight", "chunked_prefill"): "its own default, so that a block sees its prompt whole",
-    ("nnsight", "async_scheduling"): "its engine switches it off",
     ("interp-engine", "in_process"): "its engine is vLLM's asynchronous one, whose core is a process of its own",
     ("interp-engine", "max_concurrent"): "its generation on transformers has no batch",
     ("transformer-lens", "attention"): "its bridge loads models with eager attention, whose steps it can hook",
-    ("transformer-lens", "max_num_seqs"): "without batching its buffers hold one prompt",
-    ("transformer-lens", "prefix_caching"): "it sets this itself",
-    ("transformer-lens", "chunked_prefill"): "its buffers hold a prompt whole",
-    ("transformer-lens", "async_scheduling"): "it reads its buffers between steps",
-    ("vllm", "async_scheduling"): "vLLM switches it off for speculative decoding, which its extraction goes by",
 }
 
 
