@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import torch
 
 import adapters
 from adapters.engines.module import WrappedModule
+from adapters.engines.settings import environment
 from adapters.engines.vllm_sharded import check_divides, merged
 from adapters.engines.wire import Kept
 from adapters.errors import LoadError, RanksDivergedError, ShardingError
 from adapters.ranks import digest, parted
 from adapters.sharded import Layer, Sharding
 from adapters.splits import Piece, Split, even, gathered, own
+from adapters.work import Settings
 from tests import ranks as two
 from tests.ranks import DIM, EDITS, HEADS, MLP, PLAN, QKV, RANKS, outcomes
 
@@ -390,6 +393,12 @@ def test_key_value_heads_divide_or_are_held_by_several_ranks(kv: int, tp: int, t
 def test_ranks_and_their_backend_go_together(given: dict[str, Any], why: str, tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=why.replace("(", "\\(").replace("...", r"\.\.\.")):
         adapters.load(config(tmp_path), engine="vllm", **given)
+
+
+def test_every_rank_is_bound_to_a_core_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {9, 4, 5}, raising=False)
+    for ranks, cores in ((1, "nobind"), (2, "4|5"), (4, "4|5|9|4")):
+        assert environment(Settings(tensor_parallel=ranks))["VLLM_CPU_OMP_THREADS_BIND"] == cores
 
 
 def test_an_engine_on_one_rank_has_no_plan_to_print() -> None:
