@@ -212,4 +212,4 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return x.to(dtype).float()
     bits = x.view(torch.int32)
     near = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).view(torch.float32)
-    return torch.where(x.isnan(), x, near)
+    return torch.where(x != x, x, near)  # `isnan` is not vectorized by inductor
