@@ -8,6 +8,7 @@ kept, its store on disk too. The host drifts as the notes' does, from process to
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.metadata
 import json
@@ -15,12 +16,13 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from harness import clock, fingerprint, visit
+from harness import clock, fingerprint, store, visit
 from harness.grid import Limits
 from harness.judge import Cell, judge
 from harness.plan import rounds_of
@@ -64,8 +66,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
     for name, value in (("collect", facts), ("packages", facts["packages"]), ("code_hash", "0" * 16)):
         monkeypatch.setattr(fingerprint, name, lambda *a, value=value, **k: value)
+    loads = functools.lru_cache(1 << 12)(json.loads)  # a store is read anew at every step; a line is parsed once
+    monkeypatch.setattr(store, "json", SimpleNamespace(loads=loads, dumps=json.dumps))
     monkeypatch.setattr(fingerprint, "probe", lambda: {"wall_seconds": 1.0, "cpu_seconds": 1.0})
-    gc.freeze()  # a worker collects before every run; what the test's own process has loaded is not garbage
 
 
 def host(seed: int, slots: int) -> list[float]:
@@ -79,6 +82,7 @@ def host(seed: int, slots: int) -> list[float]:
 
 def run(folder: Path, seed: int, columns: Sequence[str], rounds: int, shares: Mapping[str, float]) -> Store:
     """A session at 3 runs a process; `shares` of vanilla's speed, by column."""
+    gc.freeze()  # a worker collects before every run; what is here by now is not garbage
     if not (folder / "fake.toml").exists():
         fake.grid_file(folder, columns, ROWS)
     order = rounds_of(columns, rounds)
@@ -91,8 +95,7 @@ def run(folder: Path, seed: int, columns: Sequence[str], rounds: int, shares: Ma
         "host": {process: level[slot] for process, slot in at.items()},
     }
     os.environ[fake.VARIABLE] = json.dumps({c: common | {"speed": shares.get(c, 1.0)} for c in columns})
-    store = folder / f"{seed}.jsonl"
-    options = Options(str(folder / "fake.toml"), tier="standard", rounds=rounds, store=str(store))
+    options = Options(str(folder / "fake.toml"), tier="standard", rounds=rounds, store=str(folder / f"{seed}.jsonl"))
     return read(execute(prepare(choose(options)), Quiet()))
 
 
