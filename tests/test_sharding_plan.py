@@ -171,6 +171,14 @@ def test_attention_says_which_heads_it_has_and_nothing_of_its_inputs() -> None:
         found.at(("a", "in"))
 
 
+def test_attention_outside_of_the_module_tree_is_found() -> None:
+    model = torch.nn.ModuleDict({"a": column(8)})
+    object.__setattr__(model, "attention_instances", {0: Attention(), 1: Attention()})
+    found = sharding_of(model, 2)
+    assert found.at(("attention_instances.1", "attention")) == even("heads", 2, 0)
+    assert sorted(found.modules) == ["a", "attention_instances.0", "attention_instances.1"]
+
+
 def test_a_layer_that_is_not_split_is_compared_and_not_believed() -> None:
     for module in (ReplicatedLinear(), column(8, tp_size=1), RowParallelLinear(tp_size=1, input_size_per_partition=8)):
         found = plan(a=module)

@@ -22,7 +22,10 @@ from adapters.splits import Piece, Split, even
 def sharding_of(model: torch.nn.Module, ranks: int) -> Sharding:
     """The plan of `model`: one `Layer` for every module that vLLM's own layer classes describe."""
     found: dict[str, Layer] = {}
-    for path, module in model.named_modules():
+    # vLLM's class around the code of transformers keeps its attention layers outside of the module tree.
+    apart = getattr(model, "attention_instances", None) or {}
+    attention = {f"attention_instances.{layer}": core for layer, core in apart.items()}
+    for path, module in (*model.named_modules(), *attention.items()):
         read = next((_READERS[c.__name__] for c in type(module).__mro__ if c.__name__ in _READERS), None)
         layer = None if read is None or _loads_its_own_way(module) else read(module)
         if layer is not None:
