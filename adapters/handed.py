@@ -12,7 +12,7 @@ from adapters.errors import NonFiniteError, StaleWriteError, WriteError, at_user
 from adapters.sites import Location
 
 if TYPE_CHECKING:
-    from adapters.intervention import Pass
+    from adapters.reading import Reading
 
 
 class _Nobody:
@@ -78,7 +78,7 @@ def versions(values: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
     return tuple(v._version for v in values)
 
 
-def check_finite(loc: Location, value: Any, what: str, m: Pass) -> None:
+def check_finite(loc: Location, value: Any, what: str, m: Reading) -> None:
     for x in value if type(value) is tuple else (value,):
         if x.is_floating_point() and not bool(x.isfinite().all()):
             bad = int((~x.isfinite()).sum())
@@ -90,7 +90,7 @@ def check_finite(loc: Location, value: Any, what: str, m: Pass) -> None:
             )
 
 
-def check_counted(loc: Location, value: Any, there: Any, m: Pass) -> None:
+def check_counted(loc: Location, value: Any, there: Any, m: Reading) -> None:
     """Nothing has counted an edit of `value`, so it has to be what the model still holds `there`."""
     for x, y in zip(*((v if type(v) is tuple else (v,)) for v in (value, there)), strict=True):
         if not torch.equal(x, y):
