@@ -424,3 +424,29 @@ def test_threads_do_not_share_greenlets(stack: WrappedModule) -> None:
         thread.join()
     assert [r.error for r in found] == [None] * 6
     assert all(torch.equal(r.saves["x"][0], found[0].saves["x"][0]) for r in found)
+
+
+def test_a_debugger_that_is_attached_later_sees_every_line(stack: WrappedModule) -> None:
+    """The greenlet that runs the function began before the debugger was there."""
+    import sys
+
+    def fn(m: Any) -> None:
+        m.at("0").output  # noqa: B018
+        m.at("1").output  # noqa: B018
+
+    lines: list[int] = []
+
+    def tracer(frame: Any, event: str, arg: Any) -> Any:
+        if frame.f_code is fn.__code__ and event == "line":
+            lines.append(frame.f_lineno - fn.__code__.co_firstlineno)
+        return tracer
+
+    before = sys.gettrace()
+    stack.forward([X], fn)
+    try:
+        sys.settrace(tracer)
+        stack.forward([X], fn)
+    finally:
+        sys.settrace(before)
+    stack.forward([X], fn)
+    assert lines == [1, 2]
