@@ -24,7 +24,10 @@ class Layered:
         return m._read(m._points.at(name, layer if type(layer) is int else _number(name, layer)))
 
     def __setitem__(self, layer: int, value: Any) -> None:
-        self._m._write(self._m._points.at(self._name, _number(self._name, layer)), value)
+        m, name = self._m, self._name
+        loc = m._points.at(name, layer if type(layer) is int else _number(name, layer))
+        if loc is not m._loc or value is not m._value:
+            m._write(loc, value)
 
     def __getattr__(self, name: str) -> Any:
         raise UnknownPointError(at_user_line(f"m.{self._name} is one per layer: write m.{self._name}[layer].{name}"))
@@ -58,7 +61,10 @@ class Module:
 
     @output.setter
     def output(self, value: Any) -> None:
-        self._m._write(self._m._il.module_location(self._path, "out"), value)
+        m = self._m
+        loc = m._il.outputs.get(self._path) or m._il.module_location(self._path, "out")
+        if loc is not m._loc or value is not m._value:  # else it was edited in place: `m.at(path).output += 1`
+            m._write(loc, value)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("input", "output"):  # an AttributeError inside of the property itself lands here: let it come out

@@ -208,11 +208,12 @@ class Reading:
                 live.written.append(Written(loc, self._first, self._n, copied(value)))
             if live.trail is not None:
                 live.trail.add(f"{loc} written (step {self.step})", value)
-        if self._back is not None:
-            if self._back is not lent:
-                self._write_back(value)
-            elif value is self._payload and value.requires_grad:
+        if self._back is lent:
+            if value is self._payload and value.requires_grad:
                 self._payload = self._instead = value.detach()
+            return
+        if self._back is not None:
+            self._write_back(value)
             return
         splice = self._il.grad and loc.key is not SAMPLED_KEY
         instead = (spliced if splice else put)(loc, self._payload, self._rows, self._index, value)
