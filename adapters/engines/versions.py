@@ -8,6 +8,7 @@ from typing import Any
 
 from adapters.errors import LoadError
 
+# Shown at more than the ends: `tapgrid adapter check tapgrid-eager@vllm-0.30`, and the others of `tapgrid env list`.
 OLDEST, NEWEST = (0, 27, 1), (0, 32, 0)
 
 # What the runtime hangs on in vLLM's model runner, with what goes through it.
