@@ -14,10 +14,8 @@ from harness.store import Store
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(f for f in (ROOT / "results").glob("*/*.jsonl") if f.parent.name != "published")
 COLUMNS = sorted((ROOT / "results" / "columns").glob("*.jsonl"))  # a round of every column, in pieces
-# In first.jsonl, or not committed: only looked at on the day (see the commit).
-ELSEWHERE = {"vanilla", "vanilla-eager", "hf", "nnsight-taps", "nnsight-hf", "interp-engine-hf"} | {
-    "transformerlens-vllm", "transformerlens-hf", "hotwire",
-}  # fmt: skip
+# In other committed results, or measured and not committed.
+ELSEWHERE = {"vanilla", "hf", "nnsight-hf", "interp-engine-hf", "transformerlens-vllm", "transformerlens-hf", "hotwire"}
 each = pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.name}")
 
 
