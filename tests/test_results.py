@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(f for f in (ROOT / "results").glob("*/*.jsonl") if f.parent.name != "published")
 COLUMNS = sorted((ROOT / "results" / "columns").glob("*.jsonl"))  # a round of every column, in pieces
 # In other committed results, or measured and not committed.
-ELSEWHERE = {"vanilla", "hf", "nnsight-hf", "interp-engine-hf", "transformerlens-vllm", "transformerlens-hf", "hotwire"}
+ELSEWHERE = {"vanilla", "transformerlens-vllm", "hotwire"}
 each = pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.name}")
 
 
@@ -67,8 +67,7 @@ def test_every_forced_reason_was_seen_and_none_is_a_guess() -> None:
         found = read(file)
         libraries = {str(p["column"]): str(p["settings"].get("library")) for p in found.processes}
         seen |= {(libraries[d.column], d.fact) for d in fairness.differences(found) if d.forced}
-    assert set(fairness.FORCED) - seen <= {("interp-engine", "max_concurrent"), ("transformer-lens", "attention")}
-    assert seen <= set(fairness.FORCED)
+    assert seen == set(fairness.FORCED)
 
 
 @pytest.mark.parametrize("file", COLUMNS, ids=lambda f: f.name)
