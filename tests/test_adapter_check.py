@@ -290,6 +290,7 @@ def test_our_own_columns_conform(column: str, tmp_path: Path) -> None:
     if column != "tapgrid-hf" and not os.environ.get("CI"):
         pytest.skip("runs in CI, or with CI=1")
     done = check(tmp_path, "adapter", "check", column, "--json")
+    assert done.stdout, done.stderr
     lines = json.loads(done.stdout)
     refused = ["gradient installed"] if column == "tapgrid-hf" else ["gradient"]
     assert [line for line in lines if line["verdict"] == "wrong"] == []
