@@ -97,7 +97,9 @@ def test_measuring_reports_every_cell(grid: pytest.Pytester, monkeypatch: pytest
     result.assert_outcomes(passed=3, skipped=1)
     assert result.ret == 0
     result.stdout.fnmatch_lines(["grid::fake::generate::vanilla PASSED*", "*a plain engine has nothing attached*"])
-    result.stdout.fnmatch_lines(["*= grid fake =*", "*fake-a*", "*vanilla*% of vanilla*", "generate*tok/s*", "store:*store.jsonl"])
+    result.stdout.fnmatch_lines(
+        ["*= grid fake =*", "*fake-a*", "*vanilla*% of vanilla*", "generate*tok/s*", "store:*store.jsonl"]
+    )
     cells = json.loads((grid.path / "cells.json").read_text())
     assert [(c["row"], c["column"]) for c in cells] == [tuple(a.split("::")[2:]) for a in ALL]
     assert {"verdict", "reason", "value", "unit", "metric", "share_vanilla", "p_adjusted", "validated"} <= set(cells[0])
