@@ -247,8 +247,10 @@ def command(path: Path, *more: str) -> list[str]:
 def begin(path: Path, plant: dict[str, Any], *more: str) -> subprocess.Popen[str]:
     env = os.environ | fake.planted(**plant) | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        command(path, *more), env=env, cwd=path.parent, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+        command(path, *more), env=env, cwd=path.parent, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        # Tests that a shell started in the background ignore Ctrl-C, and their children with them.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
 
 
 def in_hang(folder: Path, *more: str) -> tuple[subprocess.Popen[str], Path]:
