@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from adapters.boot import BackendName, EngineName, load
+from adapters.engines.vllm_sharded import check_divides
 from adapters.errors import LoadError
 from adapters.ours import Tapgrid
-from adapters.work import MissingLibrary, Settings
+from adapters.work import BootRefused, MissingLibrary, Settings
 
 
 class TapgridSharded(Tapgrid):
@@ -20,7 +21,11 @@ class TapgridSharded(Tapgrid):
 
     def boot(self, model: Path, settings: Settings) -> None:
         if settings.tensor_parallel < 2:
-            raise LoadError("this column is split over ranks: say `tensor_parallel = 2` in the grid's [settings]")
+            raise BootRefused("this column is split over ranks: say `tensor_parallel = 2` in the grid's [settings]")
+        try:
+            check_divides(model, settings.tensor_parallel)
+        except LoadError as no:
+            raise BootRefused(str(no)) from no
         self.settings, self.dtype = settings, getattr(torch, settings.dtype)
         try:
             self.rt = load(

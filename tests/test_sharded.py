@@ -20,10 +20,11 @@ from adapters.engines.settings import environment
 from adapters.engines.vllm_sharded import check_divides, merged
 from adapters.engines.wire import Kept
 from adapters.errors import LoadError, RanksDivergedError, ShardingError
+from adapters.ours_sharded import TapgridSharded, TapgridShardedTaps
 from adapters.ranks import digest, parted
 from adapters.sharded import Layer, Sharding
 from adapters.splits import Piece, Split, even, gathered, own
-from adapters.work import Settings
+from adapters.work import BootRefused, Settings
 from tests import ranks as two
 from tests.ranks import DIM, EDITS, HEADS, MLP, PLAN, QKV, RANKS, outcomes
 
@@ -368,6 +369,21 @@ def test_a_model_that_does_not_divide_is_refused_with_the_number(
 ) -> None:
     with pytest.raises(LoadError, match=why):
         check_divides(config(tmp_path, **own), tp)
+
+
+@pytest.mark.parametrize("column", [TapgridSharded, TapgridShardedTaps])
+@pytest.mark.parametrize(
+    ("ranks", "heads", "why"),
+    [(1, 8, "say `tensor_parallel = 2` in the grid's"), (2, 9, "9 attention heads, which do not divide by tp=2")],
+)
+def test_a_column_that_cannot_be_split_refuses_as_a_whole(
+    column: type[TapgridSharded], ranks: int, heads: int, why: str, tmp_path: Path
+) -> None:
+    """A refusal and not a lost cell: nothing is booted."""
+    model = config(tmp_path, num_attention_heads=heads, num_key_value_heads=heads)
+    with pytest.raises(BootRefused, match=why) as refused:
+        column().boot(model, Settings(dtype="float32", tensor_parallel=ranks))
+    assert refused.value.code == "model"
 
 
 def test_an_engine_that_holds_no_head_twice_says_which_does(tmp_path: Path) -> None:
