@@ -162,7 +162,6 @@ class Tapgrid:
     engine: EngineName
     backend: BackendName = "eager"
     taps: tuple[str, ...] | None = None
-    buffers: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.rt: Runtime | None = None
@@ -172,8 +171,8 @@ class Tapgrid:
         self.settings = settings
         self.dtype = getattr(torch, settings.dtype)
         arguments: dict[str, Any] = {"settings": settings} if self.engine == "vllm" else {"threads": settings.threads}
-        if self.buffers:
-            arguments["buffers"] = self.buffers
+        if self.backend == "sharded":
+            arguments["tp"] = settings.tensor_parallel
         try:
             self.rt = load(
                 model, engine=self.engine, backend=self.backend, taps=self.taps, dtype=settings.dtype, **arguments

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
-from adapters.boot import BackendName, EngineName, load
+from adapters.boot import BackendName, EngineName
 from adapters.engines.vllm_sharded import check_divides
 from adapters.errors import LoadError
 from adapters.ours import Tapgrid
-from adapters.work import BootRefused, MissingLibrary, Settings
+from adapters.work import BootRefused, Settings
 
 
 class TapgridSharded(Tapgrid):
@@ -26,19 +24,7 @@ class TapgridSharded(Tapgrid):
             check_divides(model, settings.tensor_parallel)
         except LoadError as no:
             raise BootRefused(str(no)) from no
-        self.settings, self.dtype = settings, getattr(torch, settings.dtype)
-        try:
-            self.rt = load(
-                model,
-                engine=self.engine,
-                backend=self.backend,
-                tp=settings.tensor_parallel,
-                taps=self.taps,
-                dtype=settings.dtype,
-                settings=settings,
-            )
-        except ImportError as missing:
-            raise MissingLibrary(f"{missing}: run `make install`") from missing
+        super().boot(model, settings)
 
 
 class TapgridShardedTaps(TapgridSharded):

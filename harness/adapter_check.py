@@ -39,7 +39,7 @@ def adapter_(args: Namespace) -> int:
     if args.action not in ACTIONS:
         raise UsageError(nearest("action", args.action, ACTIONS))
     column = column_of(args.target)
-    python = child.interpreter(column.environment)
+    python = environments.python_of(column.environment)
     if python is None:
         found: list[Line] = [_line("boot", "refused", environments.how_to_build(column.environment))]
     else:

@@ -29,11 +29,6 @@ class Died(Exception):
     """A worker ended before its time, by a crash, a signal or an exception of its adapter."""
 
 
-def interpreter(environment: str) -> str | None:
-    """The Python of a column's environment, or None where that is not built here (`harness.environments`)."""
-    return environments.python_of(environment)
-
-
 class Worker:
     """A started worker. Iterate over its lines; `kill` it at any time. `module` is what the child runs.
 

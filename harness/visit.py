@@ -93,7 +93,7 @@ def _process(visit: Visit) -> None:
     count = len({p["process"] for p in mine if p["process"]})
     visit.start(f"r{visit.round}-{visit.order}-{visit.slot}-{count}", session.folder / "logs")
     column = session.choice.grid.known_columns()[visit.column]
-    python = child.interpreter(column.environment)
+    python = environments.python_of(column.environment)
     if python is None:
         for row in visit.rows:
             visit.refuse(row.name, "no-library", environments.how_to_build(column.environment))

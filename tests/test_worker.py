@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from adapters.work import Settings
-from harness.child import Died, Hang, Worker, interpreter, tail
+from harness.child import Died, Hang, Worker, tail
+from harness.environments import python_of
 from harness.fingerprint import ROOT
 from harness.grid import Limits
 from harness.store import Store
@@ -251,10 +252,10 @@ def test_a_worker_does_not_outlive_a_parent_that_was_killed(folder: Path) -> Non
 
 
 def test_the_interpreter_of_a_column_s_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert interpreter("default") == sys.executable
-    assert interpreter("old-vllm") is None
+    assert python_of("default") == sys.executable
+    assert python_of("old-vllm") is None
     monkeypatch.setenv("TAPGRID_PYTHON_OLD_VLLM", "/x/python")
-    assert interpreter("old-vllm") == "/x/python"
+    assert python_of("old-vllm") == "/x/python"
 
 
 def test_sessions_of_the_simulated_engine_measure_what_was_planted(measure: Any) -> None:
