@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
@@ -50,11 +51,9 @@ class Driver:
         open = True
         while open:
             asked = [self._asked.get()]
-            try:
+            with suppress(Empty):
                 while True:
                     asked.append(self._asked.get_nowait())
-            except Empty:
-                pass
             open = None not in asked
             wanted = [a for a in asked if a is not None and a[1].set_running_or_notify_cancel()]
             for grad in (False, True):  # gradients are a matter of the whole batch
