@@ -78,10 +78,10 @@ def make(tier: str | Tier, costs: Costs | None = None, **more: object) -> plan.P
     return plan.make(GRID, chosen, COLUMNS, ROWS, costs or Costs(), **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "rounds"), [("quick", 3), ("standard", 6), ("publish", 10)])
-def test_tiers(name: str, rounds: int) -> None:
+@pytest.mark.parametrize(("name", "rounds", "runs"), [("quick", 3, 2), ("standard", 6, 3), ("publish", 10, 3)])
+def test_tiers(name: str, rounds: int, runs: int) -> None:
     made = make(name)
-    assert (len(made.rounds), made.runs, made.budget_seconds) == (rounds, 3, None)
+    assert (len(made.rounds), made.runs, made.budget_seconds) == (rounds, runs, None)
     assert f"tier {name}: {rounds} rounds" in made.why
 
 

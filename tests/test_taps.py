@@ -191,7 +191,9 @@ def eager() -> Iterator[Runtime]:
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_compiled_transformers_equals_eager(eager: Runtime, compiler: str) -> None:
     with hf_taps(compiler) as rt:
-        for prompts, work in ((PROMPTS[:1], edit), (PROMPTS, edit), (PROMPTS, [edit, None, edit]), (PROMPTS, None)):
+        one = [5]  # a prompt that is as long as a step of decode
+        cases: list[tuple[list[list[int]], Any]] = [(PROMPTS[:1], edit), (PROMPTS, edit), (PROMPTS, [edit, None, edit])]
+        for prompts, work in (*cases, (PROMPTS, None), ([one], edit), ([one, *PROMPTS], edit), ([one, one], edit)):
             a = rt.run(prompts, work, max_new_tokens=5, ignore_eos=True)
             b = eager.run(prompts, work, max_new_tokens=5, ignore_eos=True)
             same(a, b, 1e-5)

@@ -59,7 +59,7 @@ class HFTapsEngine(HFEngine):
             layer.self_attn.layer_idx = 0
 
     def _layer(self, compiled: tuple[Any, Any], layer: Any, index: int, *args: Any, **kwargs: Any) -> Any:
-        kwargs["past_key_values"] = self._of_layer[index]
+        kwargs["past_key_values"] = self._of_layer[index][self._one_token]
         return compiled[self._one_token](layer, args, kwargs)
 
     def _cache(self, batch: int, tokens: int) -> Any:
@@ -77,18 +77,23 @@ class HFTapsEngine(HFEngine):
         cache.reset()
         return cache
 
-    def _slices(self, cache: Any) -> list[Any]:
-        """A cache for each layer, with that layer's part alone: number 0 of its own."""
+    def _slices(self, cache: Any) -> list[tuple[Any, Any]]:
+        """A cache for each layer, for prompts and for decode, with that layer's part alone: number 0 of its own."""
         from transformers.cache_utils import Cache
 
-        return [Cache(layers=[part]) for part in cache.layers]
+        return [(_Filled(part), Cache(layers=[part])) for part in cache.layers]
 
     def _forward(self, ids: Any, mask: Any, positions: Any, cache: Any) -> tuple[torch.Tensor, Any]:
+        from transformers import DynamicCache
+
         self._one_token = ids.shape[1] == 1
         run: Any = self._decode if self._one_token else self._prefill
         # One mask of the cache's own length, whatever the step: what lies in the future is masked by causality.
         length = cache.get_max_length()
-        if mask is None:
+        seen = cache
+        if self.layers and not self._one_token:
+            seen = DynamicCache(config=self.model.config)  # empty: the mask is made for the prompt's own keys
+        elif mask is None:
             mask = ids.new_ones(ids.shape[0], length)
         else:
             mask = torch.nn.functional.pad(mask, (0, length - mask.shape[1]), value=1)
@@ -96,9 +101,9 @@ class HFTapsEngine(HFEngine):
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
+            past_key_values=seen,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=self._last,
         )
         # A captured graph overwrites its outputs at the next replay.
         return out.logits[:, -1].clone(), cache
@@ -114,6 +119,17 @@ class HFTapsEngine(HFEngine):
             "compiler": self.compiler,
             "by_layer": bool(self.layers),
         }
+
+
+class _Filled:
+    """A layer's static cache during a prompt, which attends to its own keys and not to all the room there is."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.part.update(keys, values)
+        return keys, values
 
 
 def _call(layer: Any, args: Any, kwargs: Any) -> Any:
