@@ -140,16 +140,20 @@ def _shared_norm(hf: Sites, vllm: Sites) -> Kind:
     return Kind(_apart(hf, "attn_in", "mlp_in"), _apart(vllm, "attn_in", "mlp_in")) | _PARALLEL
 
 
-_RECURRENT = (
-    "this layer is a gated delta net: it keeps a recurrent state instead of attending to positions; the nearest points "
-    "are attn_in and attn_out"
-)
-_LINEAR_SITES: Sites = {
-    **dict.fromkeys(("q", "k", "v", "pattern", "z"), _RECURRENT),
-    "attn_in": _in(f"{_L}.linear_attn"),
-    "attn_out": _out(f"{_L}.linear_attn"),
-}
-_LINEAR = Kind(_LINEAR_SITES, _LINEAR_SITES)
+def _recurrent(mixer: str, what: str, **k: Any) -> Kind:
+    """Layers that keep a state where others attend."""
+    why = (
+        f"this layer is a {what}: it keeps a recurrent state instead of attending to positions; the nearest points are "
+        "attn_in and attn_out"
+    )
+    module = f"{_L}.{mixer}"
+    sites: Sites = {
+        **dict.fromkeys(("q", "k", "v", "pattern", "z"), why),
+        "attn_in": _in(module),
+        "attn_out": _out(module, **k),
+    }
+    return Kind(sites, sites)
+
 
 # Norms after the sublayers: what is added to the residual is the norm's output, so attn_out and mlp_out are that.
 _POST_NORMS: Sites = {
@@ -197,7 +201,7 @@ _QWEN3_NEXT = Family(
     "qwen3_next",
     {**_LLAMA_HF, **_GATED_Q_HF},
     {**_LLAMA_VLLM, **_fused(f"{_L}.self_attn.qkv_proj", 2)},
-    {"linear": _LINEAR, "moe": _moe("mlp.gate", "mlp.gate")},
+    {"linear": _recurrent("linear_attn", "gated delta net"), "moe": _moe("mlp.gate", "mlp.gate")},
     defaults={"full_attention_interval": 4},
 )
 
@@ -225,6 +229,29 @@ _SCALED: Sites = {n: _out(f"{_L}.{m}", scale="residual_multiplier")
                   for n, m in (("attn_out", "self_attn"), ("mlp_out", "mlp"))}  # fmt: skip
 _GRANITE = Family(
     "granite", {**_LLAMA_HF, **_SCALED}, {**_LLAMA_PLAIN_VLLM, **_SCALED}, head=Head(over="logits_scaling")
+)
+_SHARED_MLP = (
+    "experts and a shared MLP read one norm's output side by side, and what they return is added up between modules; "
+    "the nearest points are resid_mid and resid_post"
+)
+_SHARED_MLP_SITES: Sites = dict.fromkeys(("mlp_in", "router", "mlp_pre", "mlp_act", "mlp_out"), _SHARED_MLP)
+# Mamba but for a few layers; the MLP is named for what it is beside experts, also where there are none.
+_SCALED_HYBRID: Sites = {
+    "attn_out": _SCALED["attn_out"],
+    "mlp_in": _in(f"{_L}.shared_mlp"),
+    "mlp_pre": _out(f"{_L}.shared_mlp.input_linear", columns="gate"),
+    "mlp_act": _in(f"{_L}.shared_mlp.output_linear"),
+    "mlp_out": _out(f"{_L}.shared_mlp", scale="residual_multiplier"),
+}
+_GRANITE_HYBRID = Family(
+    "granitemoehybrid",
+    {**_LLAMA_HF, **_SCALED_HYBRID},
+    {**_LLAMA_PLAIN_VLLM, **_SCALED_HYBRID},
+    {
+        "linear": _recurrent("mamba", "Mamba recurrence", scale="residual_multiplier"),
+        "moe": Kind(_SHARED_MLP_SITES, _SHARED_MLP_SITES),
+    },
+    head=Head(over="logits_scaling"),
 )
 _RUN_AS_ANOTHER = (
     "vLLM runs this config (use_parallel_residual) as a sequential one, so nothing in it is this model's; the nearest "
@@ -365,6 +392,7 @@ _ROWS = (
     Family("starcoder2", _STARCODER2_HF, _wrapped(_STARCODER2_HF, {})),
     Family("nemotron", {**_LLAMA_HF, **_UP}, {**_LLAMA_VLLM, **_UP}),
     _GRANITE,
+    _GRANITE_HYBRID,
     _STABLELM,
     _COHERE,
     _QWEN2_MOE,

@@ -83,7 +83,7 @@ def dimensions(config: Any) -> Dimensions:
         heads=heads,
         kv_heads=_read(config, "num_key_value_heads", default=heads),
         head_dim=head_dim,
-        d_mlp=_read(config, "intermediate_size", "n_inner", "ffn_dim", default=4 * d_model),
+        d_mlp=_read(config, "shared_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", default=4 * d_model),
         vocab=_read(config, "vocab_size", default=0),
         v_head_dim=_read(config, "v_head_dim", default=head_dim),
         traits=tuple(_traits(config, layer) for layer in range(layers)),
@@ -101,7 +101,7 @@ def _traits(config: Any, layer: int) -> frozenset[str]:
 
     kinds = read("layer_types")
     every = read("full_attention_interval")
-    linear = kinds[layer] == "linear_attention" if kinds else bool(every) and (layer + 1) % every != 0
+    linear = kinds[layer] in ("linear_attention", "mamba") if kinds else bool(every) and (layer + 1) % every != 0
     found = {
         "always": True,
         "linear": linear,

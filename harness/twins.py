@@ -64,6 +64,19 @@ _GRANITE: dict[str, Any] = {
     "residual_multiplier": 0.6,
     "logits_scaling": 2.0,
 }
+_MAMBA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "intermediate_size": 64,
+    "shared_intermediate_size": 256,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "position_embedding_type": "rope",
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 64,
+}
 _DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 4,
     "qk_nope_head_dim": 32,
@@ -107,6 +120,8 @@ TWINS: dict[str, Twin] = {
     "olmo2": Twin("olmo2", drop=("head_dim",)),
     "olmo3": Twin("olmo3", {"num_hidden_layers": 4, "layer_types": _SLIDING, "sliding_window": 16}, drop=("head_dim",)),
     "granite": Twin("granite", _GRANITE, drop=("head_dim",)),
+    # Mamba but for every second layer, no experts.
+    "granitemoehybrid": Twin("granitemoehybrid", {**_GRANITE, **_MAMBA}, drop=("head_dim",)),
     "stablelm": Twin("stablelm", drop=("head_dim",)),
     "stablelm_parallel": Twin("stablelm", {"use_parallel_residual": True}, drop=("head_dim",)),
     "starcoder2": Twin("starcoder2", {"sliding_window": None}, drop=("head_dim",)),

@@ -72,7 +72,7 @@ def both(request: pytest.FixtureRequest) -> Iterator[Both]:
 def test_both_engines_have_the_same_points(both: Both) -> None:
     found = {rt: [p for p in everywhere(rt.engine.points) if p[0] != "pattern"] for rt in (both.hf, both.vllm)}
     assert found[both.hf] == found[both.vllm]
-    kernels = {"bloom": ([], []), "gptj": ([], [0, 1, 2])}
+    kernels = {"bloom": ([], []), "gptj": ([], [0, 1, 2]), "granitemoehybrid": ([1, 3], [1, 3])}
     patterns = [list(rt.engine.points.layers("pattern")) for rt in (both.hf, both.vllm)]
     assert patterns == list(kernels.get(both.name, ([*range(both.points.dims.layers)],) * 2))
 

@@ -110,6 +110,29 @@ def test_a_hybrid_answers_by_layer() -> None:
     assert by_interval.layers("z") == (3,)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_mamba_hybrid_answers_by_layer(engine: Any) -> None:
+    found = points("granitemoehybrid", engine)
+    assert found.layers("z") == found.layers("pattern") == (1, 3)
+    assert found.layers("attn_out") == found.layers("mlp_act") == (0, 1, 2, 3)
+    assert "Mamba recurrence" in str(found.why_not("q", 0))
+    assert [found.at("attn_out", i).key[0].rpartition(".")[2] for i in (0, 1)] == ["mamba", "self_attn"]
+    assert found.at("attn_out", 0).scale == found.at("mlp_out", 3).scale == 0.6
+    # The width of its MLP is not `intermediate_size`, which is an expert's.
+    assert (found.at("mlp_pre", 0).lo, found.at("mlp_pre", 0).hi) == (0, 256)
+    # The hub's older configs have another word for it.
+    assert points("granitemoehybrid", engine, layer_types=["mamba", "attention"] * 2).layers("z") == (1, 3)
+
+
+@pytest.mark.parametrize("name", ["mlp_in", "mlp_pre", "mlp_act", "mlp_out", "router"])
+def test_experts_beside_a_shared_mlp_are_refused(name: str) -> None:
+    for engine in ENGINES:
+        found = points("granitemoehybrid", engine, num_local_experts=4, num_experts_per_tok=2)
+        assert found.layers(name) == ()
+        assert "side by side" in str(found.why_not(name, 0))
+        assert found.layers("resid_mid") == found.layers("attn_out") == (0, 1, 2, 3)
+
+
 def test_dense_layers_among_experts() -> None:
     found = points("deepseek_v2")
     assert found.layers("mlp_pre") == (0,)

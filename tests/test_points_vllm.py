@@ -17,7 +17,7 @@ import pytest
 
 from harness.twins import TWINS
 
-IN_CI = ("qwen3", "gemma3", "gpt2", "gpt_neox", "phi3", "olmo2", "mixtral", "granite")
+IN_CI = ("qwen3", "gemma3", "gpt2", "gpt_neox", "phi3", "olmo2", "mixtral", "granite", "granitemoehybrid")
 # Qwen3-Next runs in bfloat16 only (below), Qwen3.5 asks for torchvision as well; a parallel StableLM is run by vLLM as
 # a sequential one.
 NOT_ON_THIS_ENGINE = ("qwen3_next", "qwen3_5", "stablelm_parallel")
