@@ -29,6 +29,7 @@ from adapters.modules import layer_stem, no_such_module, parameter, ran_before
 from adapters.points import _STRIDE, Location, Points
 from adapters.recompute import replayed
 from adapters.rows import Part, Rows
+from adapters.served import served
 from adapters.threads import Threads, runs_function
 
 __all__ = ["Host", "Interleaver", "Key", "no_such_module", "parameter"]
@@ -128,7 +129,7 @@ class Interleaver:
             for m in live.passes:
                 m._begin(job.place, mine, first, n, job.is_prompt, job.draws, hub)
                 if m.fn is not None:
-                    m.thread = self._threads.one(hub)
+                    m.thread = served(m) or self._threads.one(hub)
                 self._resume(m, m)
 
     def _again(self, rows: Rows, job: Job, hub: Any) -> tuple[int, int, Rows]:

@@ -33,7 +33,8 @@ _LIBRARY.define("tap_(Tensor(a!) x, Tensor id) -> ()")
 _LIBRARY.define("tap_pair_(Tensor(a!) hidden, Tensor(b!) residual, Tensor id) -> ()")
 
 
-_COUNTS_VERSIONS = "ADInplaceOrView"
+# The key itself and not its name, which is parsed at every call: 0.1 us against 1.9.
+_COUNTS_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 

@@ -1,0 +1,102 @@
+"""Stated interventions served by plain calls: `Capture` and `Add` know beforehand what they wait for, so they need no
+greenlet to be parked in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from greenlet import GreenletExit
+
+from adapters.declared import Add, Capture
+from adapters.errors import NotInRowsError
+from adapters.exchange import lent, take
+from adapters.points import LOGITS_KEY, SAMPLED_KEY, Location
+
+if TYPE_CHECKING:
+    from adapters.intervention import Pass
+
+
+class Served:
+    """Stands where a function's greenlet would: `switch` is given what the model holds and returns the next location.
+
+    `places` are (name, location) in the model's order; `do` is called with the pass, a place of these, and the payload.
+    """
+
+    __slots__ = ("_at", "_do", "_m", "_places", "dead")
+
+    def __init__(self, places: Sequence[tuple[str, Location]], do: Callable[[Pass, str, Location, Any], None]) -> None:
+        self._places, self._do = places, do
+        self._m: Pass | None = None
+        self._at = 0
+        self.dead = False
+
+    def switch(self, given: Any) -> Location | None:
+        """Begin, where `given` is the pass itself; else do what there is to do at the location that was waited for."""
+        places, at, m = self._places, self._at, self._m
+        if m is None:
+            self._m = m = given
+            loc = places[0][1]
+        else:
+            name, loc = places[at]
+            m._key = key = loc.key
+            while loc.key == key:
+                try:
+                    self._do(m, name, loc, given)
+                except NotInRowsError as odd:
+                    raise NotInRowsError(f"{loc}: {odd}") from None
+                at += 1
+                if at == len(places):
+                    self._end()
+                    return None
+                name, loc = places[at]
+            self._at = at
+        if not m.draws and loc.key in (LOGITS_KEY, SAMPLED_KEY):
+            self._end()  # an early chunk of a long prompt: nobody's logits
+            return None
+        m._il.host.attach(loc.key)
+        return loc
+
+    def throw(self, error: BaseException) -> None:
+        """What ends a function while it waits."""
+        self._end()
+        if not isinstance(error, GreenletExit):
+            raise error
+
+    def _end(self) -> None:
+        self.dead, self._m = True, None
+
+
+def served(m: Pass) -> Served | None:
+    """Who serves this pass of what is stated; None for a function, and where every read is to be looked at."""
+    if not isinstance(m.fn, Capture | Add) or m.live.check_finite or m.live.trail is not None or m._il.grad:
+        return None
+    if isinstance(m.fn, Capture):
+        return Served(m.fn.places(m._points), _capture)
+    return Served([(m.fn.point, m._points.parse(m.fn.point))], _add)
+
+
+def _capture(m: Pass, name: str, loc: Location, payload: Any) -> None:
+    value, back = take(loc, payload, m._rows, m._index, (m._first, m._n), m._il)
+    if back is lent:
+        value = value.clone()
+    live = m.live
+    entries = live.saves.get(name)
+    if entries is not None:
+        if live.wrote:
+            live.as_read.pop(name, None)
+        entries.append(value)
+        return
+    if not live.wrote:
+        live.as_read[name] = loc
+    live.saves[name] = [value]
+
+
+def _add(m: Pass, name: str, loc: Location, payload: Any) -> None:
+    assert isinstance(m.fn, Add)
+    m._payload = payload
+    value, m._back = take(loc, payload, m._rows, m._index, (m._first, m._n), m._il)
+    value += m.fn.amount(loc, value.shape[1:], value)
+    m._edited(loc, value, True)
+    m._payload = None
