@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from adapters import taps
+from adapters.engines import breakable
 from adapters.engines.graphs import demote_descriptors_when, demote_when, is_compiled, is_hybrid, splitting
+from adapters.errors import LoadError
 
 vllm_config = pytest.importorskip("vllm.config", reason="vLLM is what is tested here: run `make install`")
 pytestmark = pytest.mark.engine
@@ -242,3 +249,58 @@ def test_taps_between_replayed_pieces_read_and_write_the_captured_buffers() -> N
         taps._CALLBACKS[ids[0]] = taps._CALLBACKS[ids[2]] = None
         assert torch.equal(compiled(buffer), plain)
     assert Replayed.moved == 0
+
+
+# ---- models that vLLM does not compile
+
+
+@pytest.mark.timeout(300)
+def test_a_whole_engine_with_graphs_that_are_broken_at_taps() -> None:
+    """What is compared is in breakable_cases.py: what a replay calls and in which order, idle and busy."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    cases = Path(__file__).with_name("breakable_cases.py")
+    env = os.environ | {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(cases)], cwd=cases.parent.parent, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "12 passed" in done.stdout
+
+
+class Uncompiled:
+    """Stands for a model."""
+
+
+@pytest.mark.parametrize(
+    ("gpu", "wrapped", "says"),
+    [
+        (False, False, "need a GPU:"),
+        (True, False, "set VLLM_USE_BREAKABLE_CUDAGRAPH=1 before vllm is imported, and leave enforce_eager"),
+        (True, True, "imported before graphs that can be broken were on: set VLLM_USE_BREAKABLE_CUDAGRAPH=1"),
+    ],
+)
+def test_without_graphs_that_can_be_broken_the_refusal_says_why(
+    gpu: bool, wrapped: bool, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
+
+    monkeypatch.setattr(breakable, "has_cuda", lambda: gpu)
+    model = object.__new__(BreakableCUDAGraphWrapper) if wrapped else Uncompiled()
+    with pytest.raises(LoadError, match=f"vLLM does not compile Uncompiled, .*{says}.* backend='eager' reaches"):
+        breakable.check_breakable(SimpleNamespace(model=model, get_model=Uncompiled))
+
+
+def test_taps_that_break_graphs_are_taps_where_none_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    monkeypatch.setattr(breakable, "_OVERRIDES", [])
+    taps._CALLBACKS.append(lambda x: x.mul_(2))
+    x, id = torch.ones(3), torch.tensor(len(taps._CALLBACKS) - 1)
+    breakable.break_at_taps("CPU")
+    try:
+        torch.ops.tapgrid.tap_(x, id)
+        assert x.tolist() == [2.0] * 3
+        breakable.break_at_taps("CPU")
+        assert len(breakable._OVERRIDES) == 1
+    finally:
+        breakable._OVERRIDES.pop()._destroy()
+    torch.ops.tapgrid.tap_(x, id)
+    assert x.tolist() == [4.0] * 3
+    taps._CALLBACKS.pop()

@@ -17,11 +17,11 @@ from vllm.platforms import current_platform
 
 from adapters.buffers import Buffers, Part, Planned
 from adapters.eager import Hooks
+from adapters.engines.breakable import break_at_taps, check_breakable
 from adapters.engines.graphs import demote_when, has_cuda, is_compiled
 from adapters.engines.versions import check_runner
 from adapters.engines.vllm import BUFFERS, EXTRA, TAPS
 from adapters.engines.wire import Carried, Kept
-from adapters.errors import LoadError
 from adapters.interleave import Interleaver, Key
 from adapters.live import Job, Live
 from adapters.modules import parameter
@@ -42,7 +42,8 @@ class WorkerHost:
     """Interventions beside one model runner (interleave.Host)."""
 
     def __init__(self, runner: Any, tokenizer: Any, taps: Sequence[str] | None) -> None:
-        self.runner, self.model, self.tokenizer = runner, runner.model, tokenizer
+        # The model itself: on a GPU the runner may hold it inside of what replays its graphs.
+        self.runner, self.model, self.tokenizer = runner, runner.get_model(), tokenizer
         config = runner.model_config.hf_text_config
         self.points = Points(family_of(config.model_type), "vllm", dimensions(config)).within(self.model)
         self.hooks: Hooks | Taps = Hooks(self.model) if taps is None else Taps(self.model, taps, self.points)
@@ -226,11 +227,9 @@ class Worker(PlatformWorker):  # type: ignore[misc]
             tokenizer = AutoTokenizer.from_pretrained(self.model_config.tokenizer)
         given = self.vllm_config.additional_config or {}
         taps, buffers = given.get(TAPS), given.get(BUFFERS)
-        if taps is not None and not is_compiled(self.model_runner.model):
-            raise LoadError(
-                f"vLLM does not compile {type(self.model_runner.model).__name__}, so there is no graph for taps to be "
-                "inside of: backend='eager' reaches every point of it undeclared"
-            )
+        if taps is not None and not is_compiled(self.model_runner.get_model()):
+            check_breakable(self.model_runner)
+            break_at_taps(current_platform.dispatch_key)
         self.tapgrid = host = self.tapgrid_host(tokenizer, taps)
         if buffers:
             most = self.vllm_config.scheduler_config
