@@ -17,6 +17,8 @@ from adapters.served import Served, served
 from adapters.threads import Threads
 from tests.engines import rt, vllm
 
+__all__ = ["rt"]
+
 POINTS = Points(FAMILIES["llama"], "hf", Dimensions(3, 8, 2, 1, 4, 16, 50))
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 EVERYTHING = Capture(
