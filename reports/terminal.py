@@ -6,6 +6,7 @@ print(terminal.render(cells))
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ from reports.words import VERDICTS, counts, sentence, verdict
 if TYPE_CHECKING:
     from harness.judge import Cell
 
+# Between two columns, and where a column's name is broken at its hyphens.
+_GAP, _HEAD = 2, 12
 _STYLE = {
     "FASTER": "bold green", "SLOWER": "yellow", "SAME": "italic", "INVALID": "bold red", "MISSING": "magenta",
     "UNCLEAR": "dim", "REFERENCE": "dim", "UNSUPPORTED": "dim",
@@ -38,25 +41,39 @@ def _text(cell: Cell, note: int | None) -> Text:
     return text
 
 
-def _table(panel: Panel, notes: Mapping[tuple[str, str], int]) -> Table:
+def _head(panel: Panel, column: str) -> str:
+    """A column's name and what its shares are of, in lines as narrow as their words allow."""
+    said = filter(None, (clean(column), clean(read_against(panel, column))))
+    return "\n".join("\n".join(textwrap.wrap(words, _HEAD, break_long_words=False)) for words in said)
+
+
+def _tables(panel: Panel, notes: Mapping[tuple[str, str], int], width: int) -> list[Table]:
+    """The panel's columns, side by side as far as `width` holds them, and the others below."""
+    names = [Text(clean(row)) for row in panel.rows]
+    left = width - max((name.cell_len for name in names), default=0) - _GAP
+    blocks: list[list[list[Text]]] = []
+    room = 0
+    for column in panel.columns:
+        held = [(panel.cells.get((row, column)), notes.get((row, column))) for row in panel.rows]
+        texts = [Text(_head(panel, column)), *(_text(found[1], note) if found else Text() for found, note in held)]
+        wide = max(line.cell_len for text in texts for line in text.split()) + _GAP
+        if not blocks or wide > room:
+            blocks.append([])
+            room = left
+        room -= wide
+        blocks[-1].append(texts)
+    return [_table(names, block, "" if i else clean(panel.grid)) for i, block in enumerate(blocks)]
+
+
+def _table(names: Sequence[Text], block: Sequence[Sequence[Text]], title: str) -> Table:
     table = Table(
-        title=Text(clean(panel.grid)),
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
+        title=Text(title) if title else None, title_justify="left", box=None, pad_edge=False, padding=(0, _GAP, 0, 0)
     )
     table.add_column("")
-    for column in panel.columns:
-        table.add_column(
-            Text("\n".join(filter(None, (clean(column), clean(read_against(panel, column)))))),
-            justify="right",
-            vertical="top",
-        )
-    for row in panel.rows:
-        held = [(panel.cells.get((row, c)), notes.get((row, c))) for c in panel.columns]
-        texts = [_text(found[1], note) if found else Text() for found, note in held]
-        table.add_row(Text(clean(row)), *texts)
+    for head, *_ in block:
+        table.add_column(head, justify="right", vertical="top")
+    for name, texts in zip(names, zip(*(rest for _, *rest in block), strict=True), strict=True):
+        table.add_row(name, *texts)
     return table
 
 
@@ -72,8 +89,9 @@ def render(cells: Sequence[Cell], *, width: int = 120, color: bool = False) -> s
     )
     for panel in arrange(cells):
         found = reasons(panel)
-        console.print(_table(panel, numbers(found)))
-        console.print()
+        for table in _tables(panel, numbers(found), width):
+            console.print(table)
+            console.print()
         for why in found:
             said = f"({why.number}) {verdict(why.verdict).short}: {clean(why.sentence)} [{clean(why.where)}]"
             console.print(Text(said))

@@ -105,6 +105,27 @@ def test_the_terminal_keeps_its_width_and_is_plain_unless_asked(width: int) -> N
     assert "\x1b" in terminal.render(rich().cells, width=width, color=True)
 
 
+def test_columns_that_the_width_does_not_hold_go_below_with_nothing_cut_off() -> None:
+    cells = rich().cells
+    columns = list(dict.fromkeys(c.column for c in cells))
+    names = {c: [f"{c}-{i}" for i in range(4)] for c in columns}
+    many = [dataclasses.replace(c, column=name) for c in cells for name in names[c.column]]
+    shown = terminal.render(many, width=100)
+    assert max(map(len, shown.splitlines())) <= 100
+    table = shown.split("\n(1)")[0]
+    assert "…" not in table
+    blocks = table.strip().split("\n\n")
+    assert len(blocks) > 2
+    assert shown.count(next(c.grid for c in cells)) == 1
+    for row in ROWS:
+        lines = [line.split() for line in table.splitlines() if line.split()[:1] == [row]]
+        assert len(lines) == len(blocks)
+        signs = [w for line in lines for w in line if w in {v.sign for v in words.VERDICTS}]
+        assert sorted(signs) == sorted(words.verdict(c.verdict).sign for c in many if c.row == row)
+    for name in (n for made in names.values() for n in made):
+        assert all(part in table for part in name.split("-"))
+
+
 def test_markup_in_a_name_is_a_name() -> None:
     odd = dataclasses.replace(rich().cells[0], column="[red]x[/red]", row="[link=x]:smile:")
     shown = terminal.render([odd])
