@@ -11,6 +11,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
+from enum import Enum
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -29,6 +30,8 @@ VLLM = {
     "scheduling_policy": "scheduler_config.policy",
     "tensor_parallel": "parallel_config.tensor_parallel_size",
     "eager": "model_config.enforce_eager",
+    "compilation": "compilation_config.mode",
+    "cudagraph_mode": "compilation_config.cudagraph_mode",
 }
 # Processes that an engine of this process starts as well: they compile, or clean up.
 _HELPERS = ("resource_tracker", "compile_worker")
@@ -102,4 +105,6 @@ def from_configs(configs: Iterable[Any]) -> dict[str, Any]:
 def _at(config: Any, path: str) -> Any:
     for part in path.split("."):
         config = getattr(config, part, None)
+    if isinstance(config, Enum):
+        return config.name
     return config if isinstance(config, bool | int | type(None)) else str(config).removeprefix("torch.")

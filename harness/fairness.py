@@ -36,9 +36,12 @@ SETTINGS = {"enable_prefix_caching": "prefix_caching", "tensor_parallel_size": "
     name: name for name in ("dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "seed", *TRANSFORMERS)
 }
 
+_UNCOMPILED = "vLLM's breakable graphs, which it needs, turn the compiler off; without a GPU there is no graph either"
 # (library, fact) -> why it cannot be as the others are.
 FORCED: Mapping[tuple[str, str], str] = {
     ("nnsight", "chunked_prefill"): "its own default, so that a block sees its prompt whole",
+    ("nnsight", "compilation"): _UNCOMPILED,
+    ("interp-engine", "compilation"): _UNCOMPILED,
     ("interp-engine", "in_process"): "its engine is vLLM's asynchronous one, whose core is a process of its own",
     ("interp-engine", "max_concurrent"): "its generation on transformers has no batch",
     ("transformer-lens", "attention"): "its bridge loads models with eager attention, whose steps it can hook",
@@ -81,6 +84,10 @@ def differences(store: Store, session: Line | None = None) -> list[Difference]:
         for group in groups:
             for fact in facts:
                 found += _compare(fact, {c: known[c].get(fact) for c in group}, columns, wanted.get(fact))
+    for group in _of(engines, "vllm"):
+        # Of those that did not ask for an eager engine.
+        asked = {c: known[c].get("compilation") for c in group if known[c].get("eager") is False}
+        found += _compare("compilation", asked, columns, None)
     return sorted([*found, *_prompts(store)], key=lambda d: list(columns).index(d.column))
 
 

@@ -55,11 +55,11 @@ class Library:
 
 @dataclass(frozen=True)
 class Mark:
-    """How a column is drawn. `hue` is a CSS class, `id` names the drawing in the page."""
+    """How a column is drawn. `hue` is a CSS class, `id` names the drawing in the page, `mode` is what was compiled."""
 
     id: str
     library: Library
-    compiled: bool
+    mode: str
     transformers: bool
 
     @property
@@ -67,8 +67,8 @@ class Mark:
         return f"hue-{self.library.key}"
 
     @property
-    def mode(self) -> str:
-        return "compiled" if self.compiled else "eager"
+    def compiled(self) -> bool:
+        return self.mode == "compiled"
 
     @property
     def engine(self) -> str:
@@ -84,6 +84,8 @@ _PREFIXES: tuple[tuple[str, Library], ...] = (
     ("vllm-lens", Library("lens", "vLLM-Lens", "down")),
     ("transformerlens", Library("tlens", "TransformerLens", "hexagon")),
 )
+# Who asks for no eager engine and yet has nothing compiled: vLLM's breakable graphs turn the compiler off.
+_NEVER = ("nnsight", "interp-engine")
 _OTHERS = ("plus", "bow", "cross")
 
 
@@ -98,14 +100,16 @@ def _library(base: str, strangers: list[str]) -> Library:
     return Library(f"other{at}", family, _OTHERS[at])
 
 
-def _compiled(column: str, settings: Mapping[str, Any]) -> bool:
+def _mode(column: str, settings: Mapping[str, Any]) -> str:
     """What the engine really booted with decides; a column that never booted is told by its name."""
-    if isinstance(settings.get("enforce_eager"), bool):
-        return not settings["enforce_eager"]
-    if isinstance(settings.get("compiled"), bool):
-        return bool(settings["compiled"])
     base = base_of(column)
-    return base == "vanilla" or base.endswith(("-taps", "-static", "-compiled"))
+    eager = settings.get("eager", settings.get("enforce_eager"))
+    if eager is False and (base.startswith(_NEVER) or settings.get("compilation") == "NONE"):
+        graphs = settings.get("cudagraph_mode", "NONE") != "NONE"
+        return "graphs, not compiled" if graphs else "neither compiled nor graphs"
+    told = not eager if isinstance(eager, bool) else settings.get("compiled")
+    named = base == "vanilla" or (base.startswith("tapgrid") and base.endswith("-taps")) or base.endswith("-compiled")
+    return "compiled" if (told if isinstance(told, bool) else named) else "eager"
 
 
 def marks(columns: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Mark]:
@@ -117,8 +121,6 @@ def marks(columns: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> 
     """
     strangers: list[str] = []
     return {
-        c: Mark(
-            f"k{i}", _library(base_of(c), strangers), _compiled(c, settings.get(c, {})), "hf" in base_of(c).split("-")
-        )
+        c: Mark(f"k{i}", _library(base_of(c), strangers), _mode(c, settings.get(c, {})), "hf" in base_of(c).split("-"))
         for i, c in enumerate(columns)
     }

@@ -82,7 +82,8 @@ def view(store: Store, cells: Sequence[Cell]) -> View:
         named += [str(c) for c in session.get("columns") or ()]
     named += [str(p["column"]) for p in store.processes if p.get("column")]
     columns = tuple(dict.fromkeys(named))
-    settings = {str(p["column"]): p["settings"] for p in store.processes if isinstance(p.get("settings"), Mapping)}
+    booted = [p for p in store.processes if isinstance(p.get("settings"), Mapping)]
+    settings = {str(p["column"]): {**p["settings"], **(p.get("engine") or {})} for p in booted}
     failures = _some(store, "failures", "failed")
     return View(store, cells, sessions, failures, arrange(cells), columns, marks(columns, settings))
 

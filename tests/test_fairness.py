@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from enum import IntEnum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,6 +118,24 @@ def test_transformers_columns_are_compared_by_attention_and_not_by_vllms_schedul
     assert (one.column, one.fact, one.value, one.usual) == ("nnsight-hf", "attention", "eager", "sdpa")
 
 
+def test_an_engine_that_asked_to_be_compiled_and_is_not_is_told_with_what_forces_it() -> None:
+    columns = ("vanilla", "vanilla-eager", "tapgrid-taps", "nnsight-taps", "interp-engine-static", "vllm-extract")
+    compiled = {"eager": False, "compilation": "DYNAMO_TRACE_ONCE"}
+    engine = {c: dict(compiled) for c in columns} | {"vanilla-eager": {"eager": True, "compilation": "NONE"}}
+    library = {"nnsight-taps": "nnsight", "interp-engine-static": "interp-engine"}
+    assert differences(made(engine=engine, library=library, columns=columns)) == []
+    for c in library:
+        engine[c]["compilation"] = "NONE"
+    (line,) = sentences(differences(made(engine=engine, library=library, columns=columns)))
+    assert line.startswith(
+        "nnsight-taps, interp-engine-static: compilation NONE where others have DYNAMO_TRACE_ONCE (it needs"
+    )
+    engine["vllm-extract"]["compilation"] = "NONE"
+    assert (
+        "no reason that is known" in sentences(differences(made(engine=engine, library=library, columns=columns)))[-1]
+    )
+
+
 def test_older_stores_are_read_by_their_settings_and_variables() -> None:
     found = session(lambda *_: 3.0, columns=("vanilla", "other"), rounds=1, grid={"settings": ASKED})
     processes = tuple(
@@ -200,6 +219,12 @@ def test_an_engine_in_a_process_of_its_own_is_seen_and_a_helper_is_not() -> None
         helper.wait()
 
 
+class CompilationMode(IntEnum):
+    """As vLLM's own."""
+
+    NONE = 0
+
+
 def config(**changes: Any) -> Any:
     """Shaped as vLLM's own."""
     values = {
@@ -210,6 +235,7 @@ def config(**changes: Any) -> Any:
             "async_scheduling": False, "policy": "fcfs",
         },
         "parallel_config": {"tensor_parallel_size": 1},
+        "compilation_config": {"mode": CompilationMode.NONE, "cudagraph_mode": CompilationMode.NONE},
     }  # fmt: skip
     for path, value in changes.items():
         part, _, name = path.partition("__")
@@ -222,6 +248,7 @@ def test_facts_of_vllms_own_configuration() -> None:
         "dtype": "bfloat16", "max_model_len": 256, "seed": 0, "prefix_caching": False, "max_num_seqs": 4,
         "max_num_batched_tokens": 256, "chunked_prefill": True, "async_scheduling": False,
         "scheduling_policy": "fcfs", "tensor_parallel": 1, "eager": True,
+        "compilation": "NONE", "cudagraph_mode": "NONE",
     }  # fmt: skip
     assert engine_facts.from_configs([]) == {}
 
@@ -292,9 +319,9 @@ def test_every_reason_is_of_a_library_that_some_column_names() -> None:
         libraries |= {lib for lib, _ in fairness.FORCED if f'"library": "{lib}"' in text}
         assert make(column).plain in (True, False)
     assert libraries == {lib for lib, _ in fairness.FORCED}
-    facts = {*fairness.SHARED, *fairness.VLLM, *fairness.TRANSFORMERS}
+    facts = {*fairness.SHARED, *fairness.VLLM, *fairness.TRANSFORMERS, "compilation"}
     assert {fact for _, fact in fairness.FORCED} <= facts
-    assert set(engine_facts.VLLM) - {"eager"} <= facts
+    assert set(engine_facts.VLLM) - {"eager", "cudagraph_mode"} <= facts  # the report shows what those two make
 
 
 def test_every_committed_grid_asks_for_what_is_compared() -> None:

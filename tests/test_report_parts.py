@@ -51,6 +51,24 @@ def test_what_the_engine_booted_with_decides_over_the_name() -> None:
     assert found["acme-fast"].library.shape != found["other-thing"].library.shape
 
 
+@pytest.mark.parametrize(
+    ("settings", "mode"),
+    [
+        ({}, "eager"),
+        ({"enforce_eager": True}, "eager"),
+        ({"enforce_eager": False}, "neither compiled nor graphs"),
+        ({"enforce_eager": False, "eager": False, "compilation": "NONE"}, "neither compiled nor graphs"),
+        ({"eager": False, "compilation": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}, "graphs, not compiled"),
+    ],
+)
+def test_what_breakable_graphs_leave_uncompiled_is_not_called_compiled(settings: dict[str, Any], mode: str) -> None:
+    for column in ("nnsight-taps", "interp-engine-static", "nnsight-taps@vllm-0.30"):
+        assert marks([column], {column: settings})[column].mode == mode
+    other = {"enforce_eager": False, "eager": False, "compilation": "DYNAMO_TRACE_ONCE"}
+    assert marks(["vllm-extract"], {"vllm-extract": other})["vllm-extract"].mode == "compiled"
+    assert marks(["vllm-extract"], {"vllm-extract": other | {"compilation": "NONE"}})["vllm-extract"].mode != "compiled"
+
+
 def test_hues_are_defined_for_light_and_for_dark() -> None:
     css = (Path(matrix.__file__).parent / "report.css").read_text()
     light, _, dark = css.partition("prefers-color-scheme: dark")
