@@ -87,7 +87,8 @@ def differences(store: Store, session: Line | None = None) -> list[Difference]:
     for group in _of(engines, "vllm"):
         # Of those that did not ask for an eager engine.
         asked = {c: known[c].get("compilation") for c in group if known[c].get("eager") is False}
-        found += _compare("compilation", asked, columns, None)
+        plain = next((v for c, v in asked.items() if base_of(c) in PLAIN_COLUMNS), None)
+        found += _compare("compilation", asked, columns, plain)
     return sorted([*found, *_prompts(store)], key=lambda d: list(columns).index(d.column))
 
 
