@@ -16,6 +16,7 @@ import adapters
 from adapters.points import PER_LAYER
 from adapters.runtime import Output, Runtime
 from harness.models import resolve
+from tests import test_taps_hybrid as hybrid
 from tests.points_probe import PROMPTS, at, error, everywhere, key, nudge, samples
 
 SMALL = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 512, "skip_tokenizer_init": True}
@@ -100,3 +101,42 @@ def test_refusals_say_why() -> None:
     with pytest.raises(Exception, match="gated delta net"):
         engine("vllm").run([[5, 6, 7]], lambda m: m.q[0], max_new_tokens=1)
     engine("vllm").close()
+
+
+def at_random(work: Any) -> Any:
+    """`work`, and then a token that depends on the position alone."""
+
+    def fn(m: Any) -> None:
+        work(m)
+        m.sampled[:] = 20 + int(m.positions[-1]) * 7 % 400
+
+    return fn
+
+
+def test_compiled_with_taps_is_within_the_yardstick_while_requests_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    works = (at_random(hybrid.look), at_random(hybrid.steer))
+    path, taps = resolve("synthetic:qwen3_next"), ["resid_post.*"]
+    half: dict[str, Any] = {"engine": "vllm", "dtype": "bfloat16", **hybrid.SMALL, **STATES}
+
+    def plain(rt: Runtime) -> list[list[Output]]:
+        return [rt.run(hybrid.PROMPTS, work, max_new_tokens=hybrid.STEPS, ignore_eos=True) for work in works]
+
+    def mixed(rt: Runtime) -> list[list[Output]]:
+        with rt:
+            outs, steps = zip(*(hybrid.passes(rt, work, monkeypatch) for work in works), strict=True)
+        assert all(sum({"prompt", "decode"} <= set(step) for step in some) >= 5 for some in steps)
+        return list(outs)
+
+    truth, yardstick = plain(engine("float32")), plain(engine("bfloat16"))
+    tapped = mixed(adapters.load(path, backend="taps", taps=taps, **half))
+    eager = mixed(adapters.load(path, **half))
+
+    def furthest(runs: list[list[Output]], name: str) -> float:
+        pairs = [pair for run, right in zip(runs, truth, strict=True) for pair in zip(run, right, strict=True)]
+        assert all(a.token_ids == b.token_ids for a, b in pairs)
+        return max(error(a.cat(name).float(), b.cat(name)) for a, b in pairs)
+
+    for name in truth[0][0].saves:
+        allowed = 2.5 * furthest(yardstick, name)
+        assert furthest(tapped, name) <= allowed, name
+        assert furthest(eager, name) <= allowed, name
