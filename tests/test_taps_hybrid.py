@@ -120,3 +120,18 @@ def test_neighbours_of_an_edited_request_keep_their_states(tapped: Runtime) -> N
     edited = tapped.run(PROMPTS, works, max_new_tokens=STEPS, ignore_eos=True)
     for i, (a, b) in enumerate(zip(edited, plain, strict=True)):
         assert torch.equal(a.cat("logits"), b.cat("logits")) == (i not in (1, 4)), i
+
+
+def test_padding_before_a_prompt_is_no_part_of_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`transformers` pads a batch on the left: with the masks of a compiled engine, a state must not have seen it."""
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)  # it takes 40 s, and the masks are made before
+    path, taps = resolve(GRANITE), ["resid_post.*"]
+    with (
+        load(path, engine="hf", backend="taps", taps=taps, dtype="float32", threads=1) as rt,
+        load(path, engine="hf", dtype="float32", threads=1) as plain,
+    ):
+        for runtime in (rt, plain):
+            table = runtime.engine.model.get_input_embeddings().weight  # type: ignore[attr-defined]
+            table.data[0] = table.data[1]  # what pads is not always zero
+        ours = rt.run(PROMPTS, steer, max_new_tokens=STEPS, ignore_eos=True)
+        assert worst(ours, plain.run(PROMPTS, steer, max_new_tokens=STEPS, ignore_eos=True)) < 1e-5

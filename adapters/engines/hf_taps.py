@@ -88,8 +88,9 @@ class HFTapsEngine(HFEngine):
 
         self._one_token = ids.shape[1] == 1
         run: Any = self._decode if self._one_token else self._prefill
-        # One mask of the cache's own length, whatever the step: what lies in the future is masked by causality.
-        length = cache.get_max_length()
+        # In decode a mask of the cache's own length, whatever the step: what lies in the future is masked by causality.
+        # A prompt's is as long as itself: layers that keep a state take the mask's end for their own tokens.
+        length = cache.get_max_length() if self._one_token else ids.shape[1]
         seen = cache
         if self.layers and not self._one_token:
             seen = DynamicCache(config=self.model.config)  # empty: the mask is made for the prompt's own keys
