@@ -17,6 +17,7 @@ from adapters import taps
 from adapters.engines import breakable
 from adapters.engines.graphs import demote_descriptors_when, demote_when, is_compiled, is_hybrid, splitting
 from adapters.errors import LoadError
+from harness.twins import TWINS
 
 vllm_config = pytest.importorskip("vllm.config", reason="vLLM is what is tested here: run `make install`")
 pytestmark = pytest.mark.engine
@@ -154,10 +155,27 @@ def test_the_first_runner_does_the_same_for_a_hybrid_trunk(dispatcher: Any) -> N
         ({"text_config": {"full_attention_interval": 4}}, True),
         ({"layers_block_type": ["mamba", "attention"]}, True),
         ({"mamba_d_state": 16}, True),
+        ({"layer_types": ["conv", "full_attention"]}, True),
+        ({"linear_attn_config": {"kda_layers": [1, 2, 3]}}, True),
+        ({"text_config": None, "vision_config": {}}, False),
     ],
 )
 def test_hybrid_trunks_are_known_by_their_config(config: dict[str, Any], hybrid: bool) -> None:
     assert is_hybrid(config) is hybrid
+
+
+HYBRIDS = (
+    "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h "
+    "olmo_hybrid qwen3_5 qwen3_next recurrent_gemma zamba2"
+).split()
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS, *sorted({twin.model_type for twin in TWINS.values()} - set(HYBRIDS))])
+def test_hybrid_trunks_are_known_by_the_config_that_transformers_writes(name: str) -> None:
+    from transformers import AutoConfig
+
+    stateful = name in HYBRIDS or name.startswith("qwen3_5")
+    assert is_hybrid(AutoConfig.for_model(name).to_dict()) is stateful
 
 
 def test_a_model_that_vllm_does_not_compile_is_told_apart() -> None:

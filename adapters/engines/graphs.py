@@ -20,16 +20,21 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+# What configs call a layer with a state of its own, and entries that only models with such layers have.
+_STATEFUL = ("linear", "mamba", "recurrent", "hybrid", "conv")
+_OF_STATES = ("mamba_", "ssm_", "state_size", "linear_num_", "linear_attn_config", "full_attention_interval",
+              "attn_type_list", "conv_L_cache", "lru_width")  # fmt: skip
+
+
 def is_hybrid(config: Mapping[str, Any]) -> bool:
     """Whether a config.json describes a trunk with a state of its own beside attention (gated delta net, Mamba).
 
     >>> is_hybrid({"model_type": "llama"}), is_hybrid({"text_config": {"layer_types": ["linear_attention"]}})
     (False, True)
     """
-    text = config.get("text_config", config)
+    text = config.get("text_config") or config
     kinds = text.get("layer_types") or text.get("layers_block_type") or ()
-    named = any(str(k).startswith(("linear", "mamba", "recurrent", "hybrid")) for k in kinds)
-    return named or any(str(k).startswith(("mamba_", "ssm_", "linear_num_", "full_attention_interval")) for k in text)
+    return any(str(k).startswith(_STATEFUL) for k in kinds) or any(str(k).startswith(_OF_STATES) for k in text)
 
 
 def is_compiled(model: Any) -> bool:
