@@ -164,10 +164,12 @@ def test_hybrid_trunks_are_known_by_their_config(config: dict[str, Any], hybrid:
     assert is_hybrid(config) is hybrid
 
 
-HYBRIDS = (
-    "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h "
-    "olmo_hybrid qwen3_5 qwen3_next recurrent_gemma zamba2"
-).split()
+# fmt: off
+HYBRIDS = [
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba",
+    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_next", "recurrent_gemma", "zamba2",
+]
+# fmt: on
 
 
 @pytest.mark.parametrize("name", [*HYBRIDS, *sorted({twin.model_type for twin in TWINS.values()} - set(HYBRIDS))])
