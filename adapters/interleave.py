@@ -160,40 +160,36 @@ class Interleaver:
         self.shared = len(served) > 1
         if self.shared:
             served.sort(key=_by_order)
-        if not self.inference:
-            return self._serve(served, payload)
+        instead, waiting, grad = None, self.waiting, self.grad
         # Only ordinary tensors count their versions, and only they can be used in autograd afterwards.
-        guard = InferenceMode(False)  # a `with` costs twice as much
+        guard = InferenceMode(False) if self.inference else None  # a `with` costs twice as much
         try:
-            set_grad_enabled(False)
-            return self._serve(served, payload)
+            if guard is not None:
+                set_grad_enabled(False)
+            # The hot loop: `_resume` and `_park` in one.
+            for m in served:
+                if m.live.error is not None:
+                    self._throw(m, self._quiet(m))
+                    continue
+                try:
+                    wanted = m.thread.switch(payload)
+                except BaseException as error:
+                    self._failed(m, error)
+                    wanted = None
+                if is_grad_enabled() is not grad:
+                    set_grad_enabled(grad)
+                if wanted is not None:
+                    others = waiting.get(wanted.key)
+                    if others is None:
+                        waiting[wanted.key] = [m]
+                    else:
+                        others.append(m)
+                if m._instead is not None:
+                    payload = instead = m._instead
+                    m._instead = None
+            return instead
         finally:
             del guard
-
-    def _serve(self, served: list[Pass], payload: Any) -> Any:
-        """The hot loop: `_resume` and `_park` in one, for everybody who waits here."""
-        instead, waiting, grad = None, self.waiting, self.grad
-        for m in served:
-            if m.live.error is not None:
-                self._throw(m, self._quiet(m))
-                continue
-            try:
-                wanted = m.thread.switch(payload)
-            except BaseException as error:
-                self._failed(m, error)
-                wanted = None
-            if is_grad_enabled() is not grad:
-                set_grad_enabled(grad)
-            if wanted is not None:
-                others = waiting.get(wanted.key)
-                if others is None:
-                    waiting[wanted.key] = [m]
-                else:
-                    others.append(m)
-            if m._instead is not None:
-                payload = instead = m._instead
-                m._instead = None
-        return instead
 
     def end(self) -> None:
         """The pass is over: whoever still waits is told that its location never ran."""

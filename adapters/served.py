@@ -24,13 +24,18 @@ class Served:
     `places` are (name, location) in the model's order; `do` is called with the pass, a place of these, and the payload.
     """
 
-    __slots__ = ("_at", "_do", "_m", "_places", "dead")
+    __slots__ = ("_asked", "_at", "_do", "_m", "_places", "dead")
 
     def __init__(self, places: Sequence[tuple[str, Location]], do: Callable[[Pass, str, Location, Any], None]) -> None:
         self._places, self._do = places, do
         self._m: Pass | None = None
-        self._at = 0
+        self._at = self._asked = 0
         self.dead = False
+
+    def again(self) -> Served:
+        """Ready for another pass of the same request."""
+        self._m, self._at, self.dead = None, 0, False
+        return self
 
     def switch(self, given: Any) -> Location | None:
         """Begin, where `given` is the pass itself; else do what there is to do at the location that was waited for."""
@@ -55,7 +60,9 @@ class Served:
         if not m.draws and loc.key in (LOGITS_KEY, SAMPLED_KEY):
             self._end()  # an early chunk of a long prompt: nobody's logits
             return None
-        m._il.host.attach(loc.key)
+        if at >= self._asked:  # an engine listens as long as there are requests
+            m._il.host.attach(loc.key)
+            self._asked = at + 1
         return loc
 
     def throw(self, error: BaseException) -> None:
@@ -70,6 +77,8 @@ class Served:
 
 def served(m: Pass) -> Served | None:
     """Who serves this pass of what is stated; None for a function, and where every read is to be looked at."""
+    if type(m.thread) is Served:
+        return m.thread.again()
     if not isinstance(m.fn, Capture | Add) or m.live.check_finite or m.live.trail is not None or m._il.grad:
         return None
     if isinstance(m.fn, Capture):

@@ -3,7 +3,7 @@
 A tap is a custom operator, inserted at a module's input or output before anything compiles. It mutates its
 arguments in place and returns nothing, which is the one form that is right both under inductor and in pieces
 with fixed addresses (a functional operator that returns its own input is silently wrong, one without mutation is
-dead code). Inside it any Python runs; idle it costs an index and a test.
+dead code). Inside it any Python runs; idle it costs a look-up.
 
 What a tap hands out is a copy, written back when it was edited: a compiled engine reuses its buffers as soon as
 the model has gone on, so a view kept by an intervention would be somebody else's memory.
@@ -23,12 +23,14 @@ from adapters.points import LOGITS_KEY, SAMPLED_KEY, Location, Points
 
 OPERATORS = ("tapgrid::tap_", "tapgrid::tap_pair_")
 
-# Tap id -> what to call. A plain list, so that an idle tap is an index and a test.
-_CALLBACKS: list[Callable[..., None] | None] = []
+# What to call at an armed tap, by its id: an idle one costs a look-up that finds nothing.
+_ARMED: dict[int, Callable[..., None]] = {}
 
 # Raw definitions: 1.7 us idle, against 56 us for the `torch.library.custom_op` decorator.
 _LIBRARY = torch.library.Library("tapgrid", "DEF")
-# The id is data: as a constant it would make every layer's graph another one, to be compiled for itself.
+# The id is data: as a constant it would make every layer's graph another one, to be compiled for itself. It is the
+# address of the tensor that holds it, for its address a tensor tells without another operator: of the 19 us that an
+# idle tap took with its caches cold, as they are between two layers, reading a value took 9.
 _LIBRARY.define("tap_(Tensor(a!) x, Tensor id) -> ()")
 _LIBRARY.define("tap_pair_(Tensor(a!) hidden, Tensor(b!) residual, Tensor id) -> ()")
 
@@ -39,19 +41,36 @@ _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
+def new_id() -> torch.Tensor:
+    """The id of another tap, an int64 scalar on the CPU; it is the tap's for as long as the tensor lives."""
+    id = torch.zeros((), dtype=torch.int64, device="cpu")
+    return id.fill_(id.data_ptr())
+
+
 def _tap(x: torch.Tensor, id: torch.Tensor) -> None:
-    callback = _CALLBACKS[int(id)]
+    callback = _ARMED.get(id.data_ptr())
     if callback is not None:
-        _counting(callback, x)
+        _call(callback, x)
 
 
 def _tap_pair(hidden: torch.Tensor, residual: torch.Tensor, id: torch.Tensor) -> None:
-    callback = _CALLBACKS[int(id)]
+    callback = _ARMED.get(id.data_ptr())
     if callback is not None:
-        _counting(callback, hidden, residual)
+        _call(callback, hidden, residual)
 
 
-def _counting(callback: Callable[..., None], *parts: torch.Tensor) -> None:
+def at(id: int, *parts: torch.Tensor) -> None:
+    """A tap by the value of its id."""
+    callback = _ARMED.get(id)
+    if callback is not None:
+        _call(callback, *parts)
+
+
+def _by_value(*arguments: torch.Tensor) -> None:
+    at(int(arguments[-1]), *arguments[:-1])
+
+
+def _call(callback: Callable[..., None], *parts: torch.Tensor) -> None:
     """Call with version counters on: an edit in place is noticed by its tensor's version, and the first call of a
     freshly compiled graph runs with the dispatch key that counts versions excluded."""
     if not _is_excluded(_COUNTS_VERSIONS):
@@ -64,9 +83,11 @@ def _counting(callback: Callable[..., None], *parts: torch.Tensor) -> None:
         _set_excluded(_COUNTS_VERSIONS, True)
 
 
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("tap_", _tap, _key)
-    _LIBRARY.impl("tap_pair_", _tap_pair, _key)
+_LIBRARY.impl("tap_", _tap, "CPU")
+_LIBRARY.impl("tap_pair_", _tap_pair, "CPU")
+# What replays CUDA graphs may copy what goes in beside them.
+_LIBRARY.impl("tap_", _by_value, "CUDA")
+_LIBRARY.impl("tap_pair_", _by_value, "CUDA")
 _LIBRARY._register_fake("tap_", lambda x, id: None)
 _LIBRARY._register_fake("tap_pair_", lambda hidden, residual, id: None)
 
@@ -97,10 +118,10 @@ class Taps:
         self._ids: dict[Key, int] = {}
         self._prefix: dict[Key, tuple[None, ...]] = {}
         for loc in declared(taps, points):
-            self._ids[loc.key] = len(_CALLBACKS)
+            id = new_id()
+            self._ids[loc.key] = int(id)
             self._prefix[loc.key] = (None,) * loc.site.index
-            _CALLBACKS.append(None)
-            _insert(model, loc, self._ids[loc.key])
+            _insert(model, loc, id)
         self._armed: set[Key] = set()
 
     def attach(self, key: Key, il: Interleaver) -> None:
@@ -114,32 +135,28 @@ class Taps:
                     f"taps={self.names}. Add the point to that list in load(..., backend='taps', taps=[...])"
                 )
             )
-        prefix, waiting, visit = self._prefix[key], il, il.visit
-        if key[1] == "out":
+        prefix, visit = self._prefix[key], il.visit
 
-            def callback(*parts: torch.Tensor) -> None:
-                if key in waiting.waiting:
-                    visit(key, parts[0] if len(parts) == 1 else parts)
-        else:
+        def out(x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+            visit(key, x if residual is None else (x, residual))
 
-            def callback(*parts: torch.Tensor) -> None:
-                if key in waiting.waiting:
-                    visit(key, ((*prefix, *parts), {}))
+        def into(*parts: torch.Tensor) -> None:
+            visit(key, ((*prefix, *parts), {}))
 
-        _CALLBACKS[self._ids[key]] = callback
+        _ARMED[self._ids[key]] = out if key[1] == "out" else into
         self._armed.add(key)
 
     def clear(self) -> None:
         """Disarm every tap; the operators stay in the graph."""
         for key in self._armed:
-            _CALLBACKS[self._ids[key]] = None
+            _ARMED.pop(self._ids[key], None)
         self._armed.clear()
 
     def __len__(self) -> int:
         return len(self._armed)
 
 
-def _insert(model: torch.nn.Module, loc: Location, id: int) -> None:
+def _insert(model: torch.nn.Module, loc: Location, id: torch.Tensor) -> None:
     """Call the operator where the point is; its id is a buffer of the module there."""
     name = f"tapgrid_{loc.key[1]}"
 
@@ -149,7 +166,7 @@ def _insert(model: torch.nn.Module, loc: Location, id: int) -> None:
         else:
             torch.ops.tapgrid.tap_pair_(found, second, getattr(module, name))
 
-    hook(model, loc, operator).register_buffer(name, torch.tensor(id, device="cpu"), persistent=False)
+    hook(model, loc, operator).register_buffer(name, id, persistent=False)
 
 
 def hook(model: torch.nn.Module, loc: Location, do: Callable[[Any, torch.Tensor, torch.Tensor | None], None]) -> Any:

@@ -227,9 +227,8 @@ def test_taps_between_replayed_pieces_read_and_write_the_captured_buffers() -> N
     """vLLM's own splitter on a tapped model, with pieces that replay fixed addresses: no input moves, edits land."""
     from vllm.compilation.backends import split_graph
 
-    ids = [len(taps._CALLBACKS) + i for i in range(3)]
-    taps._CALLBACKS.extend([None] * 3)
-    places = [torch.tensor(id) for id in ids]
+    places = [taps.new_id() for _ in range(3)]
+    ids = [int(id) for id in places]
     weights = [torch.randn(8, 8, generator=torch.Generator().manual_seed(i)) / 3 for i in range(4)]
 
     def model(x: torch.Tensor) -> torch.Tensor:
@@ -260,13 +259,13 @@ def test_taps_between_replayed_pieces_read_and_write_the_captured_buffers() -> N
         def edit(x: torch.Tensor) -> None:
             x.mul_(2)
 
-        taps._CALLBACKS[ids[0]], taps._CALLBACKS[ids[2]] = edit, lambda x: seen.append(x.clone())
+        taps._ARMED[ids[0]], taps._ARMED[ids[2]] = edit, lambda x: seen.append(x.clone())
         replayed = compiled(buffer).clone()
         expected = model(buffer)
         assert torch.equal(replayed, expected)
         assert not torch.equal(replayed, plain)
         assert torch.equal(seen[0], seen[1])
-        taps._CALLBACKS[ids[0]] = taps._CALLBACKS[ids[2]] = None
+        del taps._ARMED[ids[0]], taps._ARMED[ids[2]]
         assert torch.equal(compiled(buffer), plain)
     assert Replayed.moved == 0
 
@@ -311,8 +310,8 @@ def test_without_graphs_that_can_be_broken_the_refusal_says_why(
 def test_taps_that_break_graphs_are_taps_where_none_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
     monkeypatch.setattr(breakable, "_OVERRIDES", [])
-    taps._CALLBACKS.append(lambda x: x.mul_(2))
-    x, id = torch.ones(3), torch.tensor(len(taps._CALLBACKS) - 1)
+    x, id = torch.ones(3), taps.new_id()
+    taps._ARMED[int(id)] = lambda x: x.mul_(2)
     breakable.break_at_taps("CPU")
     try:
         torch.ops.tapgrid.tap_(x, id)
@@ -323,4 +322,4 @@ def test_taps_that_break_graphs_are_taps_where_none_is_recorded(monkeypatch: pyt
         breakable._OVERRIDES.pop()._destroy()
     torch.ops.tapgrid.tap_(x, id)
     assert x.tolist() == [4.0] * 3
-    taps._CALLBACKS.pop()
+    del taps._ARMED[int(id)]

@@ -135,7 +135,7 @@ def fake(draws: bool = True, **live: Any) -> Any:
     given = {"saves": {}, "as_read": {}, "wrote": False, "check_finite": False, "trail": None} | live
     il = SimpleNamespace(host=SimpleNamespace(attach=asked.append), grad=False)
     return SimpleNamespace(
-        _il=il, _points=POINTS, draws=draws, live=SimpleNamespace(**given), fn=None, _key=None, asked=asked
+        _il=il, _points=POINTS, draws=draws, live=SimpleNamespace(**given), fn=None, thread=None, _key=None, asked=asked
     )
 
 
@@ -155,6 +155,23 @@ def test_it_waits_for_one_place_at_a_time_in_the_models_order() -> None:
     assert done == [("z.0", "a"), ("resid_post.1", "b"), ("logits", "c")]
     assert m.asked == [loc.key for _, loc in places]
     assert m._key == LOGITS_KEY
+
+
+def test_the_next_pass_of_a_request_asks_the_engine_for_nothing_again() -> None:
+    m = fake()
+    done: list[str] = []
+    m.thread = one = Served(Capture("z.0", "z.1").places(POINTS), lambda m, name, loc, payload: done.append(name))
+    one.switch(m)
+    one.throw(GreenletExit())  # a pass that was given up half way
+    assert len(m.asked) == 1
+    for _ in range(2):
+        assert served(m) is one
+        assert str(one.switch(m)) == "z[0]"
+        assert not one.dead
+        assert str(one.switch("x")) == "z[1]"
+        assert one.switch("x") is None
+    assert m.asked == [loc.key for _, loc in Capture("z.0", "z.1").places(POINTS)]
+    assert done == ["z.0", "z.1"] * 2
 
 
 def test_points_of_one_place_are_served_in_one_visit() -> None:

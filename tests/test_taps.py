@@ -22,34 +22,49 @@ PROMPTS = [[5, 7, 11, 13, 17, 19, 23, 29], [31, 37, 41], [43, 47, 53, 59, 61]]
 
 
 @pytest.fixture
-def tap() -> Iterator[int]:
+def tap() -> Iterator[torch.Tensor]:
     """The id of a tap that only this test calls."""
-    taps._CALLBACKS.append(None)
-    yield len(taps._CALLBACKS) - 1
-    taps._CALLBACKS.pop()
+    id = taps.new_id()
+    yield id
+    taps._ARMED.pop(int(id), None)
 
 
 # ---- the operator
 
 
-def test_an_idle_tap_changes_nothing(tap: int) -> None:
+def test_an_idle_tap_changes_nothing(tap: torch.Tensor) -> None:
     x = torch.arange(6.0).view(2, 3)
     before = x.clone()
-    torch.ops.tapgrid.tap_(x, torch.tensor(tap))
+    torch.ops.tapgrid.tap_(x, tap)
     assert torch.equal(x, before)
 
 
-def test_a_write_lands_in_the_tensor_itself(tap: int) -> None:
+def test_a_write_lands_in_the_tensor_itself(tap: torch.Tensor) -> None:
     def double(x: torch.Tensor) -> None:
         x.mul_(2)
 
-    taps._CALLBACKS[tap] = double
+    taps._ARMED[int(tap)] = double
     x = torch.arange(6.0).view(2, 3)
-    torch.ops.tapgrid.tap_(x[1:], torch.tensor(tap))
+    torch.ops.tapgrid.tap_(x[1:], tap)
     assert x.tolist() == [[0.0, 1.0, 2.0], [6.0, 8.0, 10.0]]
 
 
-def test_the_pair_form_hands_over_both(tap: int) -> None:
+def test_a_tap_is_found_by_the_address_of_its_id_and_by_its_value(tap: torch.Tensor) -> None:
+    assert int(tap) == tap.data_ptr()
+    other, seen = taps.new_id(), []
+    assert int(other) != int(tap)
+    taps._ARMED[int(tap)] = seen.append
+    x = torch.zeros(2)
+    torch.ops.tapgrid.tap_(x, tap)
+    taps.at(int(tap), x)
+    taps._by_value(x, tap.clone())  # as what replays CUDA graphs hands it over
+    torch.ops.tapgrid.tap_(x, other)
+    taps.at(int(other), x)
+    assert len(seen) == 3
+    assert all(found is x or found.data_ptr() == x.data_ptr() for found in seen)
+
+
+def test_the_pair_form_hands_over_both(tap: torch.Tensor) -> None:
     seen: list[torch.Tensor] = []
 
     def fold(hidden: torch.Tensor, residual: torch.Tensor) -> None:
@@ -57,14 +72,14 @@ def test_the_pair_form_hands_over_both(tap: int) -> None:
         residual.copy_(hidden + residual)
         hidden.zero_()
 
-    taps._CALLBACKS[tap] = fold
+    taps._ARMED[int(tap)] = fold
     hidden, residual = torch.ones(2, 3), torch.full((2, 3), 2.0)
-    torch.ops.tapgrid.tap_pair_(hidden, residual, torch.tensor(tap))
+    torch.ops.tapgrid.tap_pair_(hidden, residual, tap)
     assert hidden.abs().sum() == 0
     assert torch.equal(residual, seen[0])
 
 
-def test_versions_count_in_the_first_call_of_a_fresh_graph(tap: int) -> None:
+def test_versions_count_in_the_first_call_of_a_fresh_graph(tap: torch.Tensor) -> None:
     """torch runs a graph's first call with the key that counts versions excluded: an edit went unnoticed there."""
     steps: list[int] = []
 
@@ -73,14 +88,14 @@ def test_versions_count_in_the_first_call_of_a_fresh_graph(tap: int) -> None:
         x.add_(1)
         steps.append(x._version - before)
 
-    id = torch.tensor(tap)
+    id = tap
 
     def f(a: torch.Tensor, once: bool) -> torch.Tensor:
         b = a * 2
         torch.ops.tapgrid.tap_(b, id)
         return b + (1 if once else 2)
 
-    taps._CALLBACKS[tap] = count
+    taps._ARMED[int(tap)] = count
     compiled = torch.compile(f, dynamic=True)
     with torch.no_grad():
         out = [compiled(torch.zeros(3), once).tolist() for once in (True, True, False, False)]
@@ -88,10 +103,10 @@ def test_versions_count_in_the_first_call_of_a_fresh_graph(tap: int) -> None:
     assert steps == [1, 1, 1, 1]
 
 
-def test_one_graph_serves_every_length_and_swapping_callbacks_recompiles_nothing(tap: int) -> None:
+def test_one_graph_serves_every_length_and_swapping_callbacks_recompiles_nothing(tap: torch.Tensor) -> None:
     from torch._dynamo.utils import counters
 
-    id = torch.tensor(tap)
+    id = tap
 
     def f(a: torch.Tensor) -> torch.Tensor:
         b = a + 1
@@ -103,7 +118,9 @@ def test_one_graph_serves_every_length_and_swapping_callbacks_recompiles_nothing
     compiled(torch.zeros(4))
     graphs = counters["stats"]["unique_graphs"]
     for n in range(20):
-        taps._CALLBACKS[tap] = (lambda x, n=n: x.fill_(float(n))) if n % 2 else None
+        taps._ARMED.pop(int(tap), None)
+        if n % 2:
+            taps._ARMED[int(tap)] = lambda x, n=n: x.fill_(float(n))
         assert compiled(torch.zeros(3 + n))[0].item() == (2.0 * n if n % 2 else 2.0)
     assert counters["stats"]["unique_graphs"] == graphs
 
@@ -266,14 +283,12 @@ def test_taps_that_are_dead_in_decode_are_caught(monkeypatch: pytest.MonkeyPatch
     tapped = engine._decode
 
     def replayed(**arguments: Any) -> Any:
-        armed = [(i, c) for i, c in enumerate(taps._CALLBACKS) if c is not None]
-        for i, _ in armed:
-            taps._CALLBACKS[i] = None
+        armed = dict(taps._ARMED)
+        taps._ARMED.clear()
         try:
             return tapped(**arguments)
         finally:
-            for i, c in armed:
-                taps._CALLBACKS[i] = c
+            taps._ARMED.update(armed)
 
     engine._decode = replayed
     with pytest.raises(LoadError, match=r"\(1 of 2 passes\)"):
@@ -283,8 +298,8 @@ def test_taps_that_are_dead_in_decode_are_caught(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.engine
 def test_taps_whose_writes_are_lost_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the functional form of the operator does under inductor: reads are right, writes go nowhere."""
-    honest = taps._counting
-    monkeypatch.setattr(taps, "_counting", lambda callback, *parts: honest(callback, *(p.clone() for p in parts)))
+    honest = taps._call
+    monkeypatch.setattr(taps, "_call", lambda callback, *parts: honest(callback, *(p.clone() for p in parts)))
     rt = _boot_broken(monkeypatch, lambda rt: None)
     with pytest.raises(LoadError, match="writes change nothing"):
         check_taps(rt)
@@ -373,7 +388,7 @@ def test_compiled_vllm_is_compiled_and_plain_when_idle(vllm_taps: Runtime) -> No
     config = vllm_taps.engine.core.vllm_config.compilation_config  # type: ignore[attr-defined]
     assert config.mode != CompilationMode.NONE
     vllm_taps.run(PROMPTS, edit_nothing, max_new_tokens=2)
-    assert all(callback is None for callback in taps._CALLBACKS)
+    assert not taps._ARMED
 
 
 def edit_nothing(m: Any) -> None:

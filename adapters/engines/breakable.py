@@ -52,15 +52,15 @@ def break_at_taps(key: str) -> None:
     library = torch.library.Library("tapgrid", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch says once that kernels are replaced
-        for name, kernel in (("tap_", taps._tap), ("tap_pair_", taps._tap_pair)):
-            library.impl(name, _breaking(kernel), key, allow_override=True)
+        for name in ("tap_", "tap_pair_"):
+            library.impl(name, _breaking(), key, allow_override=True)
     _OVERRIDES.append(library)
 
 
-def _breaking(kernel: Callable[..., None]) -> Callable[..., None]:
+def _breaking() -> Callable[..., None]:
     """A tap's kernel that ends the graph being recorded before it runs, and begins another one afterwards."""
     from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 
     # The id lies on the CPU, where vLLM's weak references do not reach: it goes along as a number.
-    broken = eager_break_during_capture(lambda id, *parts: kernel(*parts, id))
+    broken = eager_break_during_capture(taps.at)
     return lambda *arguments: broken(int(arguments[-1]), *arguments[:-1])
