@@ -86,7 +86,14 @@ COMMANDS: dict[str, Command] = {
         ),
     ),
     "show": Command(
-        do.show_, "the verdicts of a store", "tapgrid show --rows 'capture-*' --json", (("store", "?", STORE),), AXES
+        do.show_,
+        "the verdicts of a store",
+        "tapgrid show --rows 'capture-*' --against nnsight-eager",
+        (("store", "?", STORE),),
+        (
+            *AXES,
+            Word("against", "judge every column against this one, not against its plain engine", "COLUMN", words._text),
+        ),
     ),
     "export": Command(
         do.export_,

@@ -127,7 +127,10 @@ def show_(args: Namespace) -> int:
     session = store.session
     rows = set(grids.pick("row", args.rows, session["rows"]))
     columns = set(grids.pick("column", args.columns, session["columns"]))
-    cells = [c for c in judged(store)[0] if c.row in rows and c.column in columns]
+    against = args.against or None
+    if against is not None and against not in session["columns"]:
+        raise UsageError(grids.nearest("column", against, session["columns"]))
+    cells = [c for c in judged(store, against)[0] if c.row in rows and c.column in columns]
     about = f"{session['grid']['name']} on {session['grid']['model']}, tier {session['tier']}, {session['started']}"
     out(args, [to_json(c) for c in cells], [f"{store.path}: {about}", "", *table_of(cells)])
     return 0

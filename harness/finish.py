@@ -64,12 +64,12 @@ def floors_for(store: Store) -> Floors | None:
     return None
 
 
-def judged(store: Store) -> tuple[list[Cell], Floors | None]:
+def judged(store: Store, against: str | None = None) -> tuple[list[Cell], Floors | None]:
     """The cells of a store, with the margins that this machine's A/A floors demand, and those floors."""
     from harness.judge import judge
 
     floors = floors_for(store)
-    return judge(store, floors=floors.margins(len(store.plan)) if floors else None), floors
+    return judge(store, floors=floors.margins(len(store.plan)) if floors else None, against=against), floors
 
 
 def exit_code(cells: Sequence[Any]) -> int:

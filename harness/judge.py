@@ -94,17 +94,18 @@ class _Draft:
     numbers: Compared | None = None
 
 
-def judge(store: Store, *, floors: Mapping[Key, float] | None = None) -> list[Cell]:
+def judge(store: Store, *, floors: Mapping[Key, float] | None = None, against: str | None = None) -> list[Cell]:
     """One cell for every row and column of the session, rows in canonical order, columns in the session's.
 
     `floors` are margins from an A/A session (`aa.Floors.margins`), by (row, column); a cell's margin is the larger.
+    `against` is a column that all are judged against, instead of each against the plain one of its engine.
     """
     found = evidence.gather(store)
     drafts = []
     for row in found.rows:
         fitted = paired.fit(found, row)
         for column in found.columns:
-            draft = _draft(found, row, column)
+            draft = _draft(found, row, column, against or evidence.against(column, found.columns))
             if not draft.verdict:
                 assert draft.against is not None
                 numbers = paired.compare(found, row, column, draft.against, fitted)
@@ -147,12 +148,12 @@ def _adjusted(drafts: Sequence[_Draft]) -> list[_Draft]:
     ]
 
 
-def _draft(found: Evidence, row: str, column: str) -> Cell:
+def _draft(found: Evidence, row: str, column: str, against: str | None) -> Cell:
     """The cell without its comparison; without a verdict where that hangs on one."""
     key, points = (row, column), found.points.get((row, column), ())
     cell = Cell(
         found.grid, row, column, "", "", evidence.unit(row), found.metric,
-        against=evidence.against(column, found.columns),
+        against=against,
         runs=sum(p.runs for p in points),
         rounds=len(points),
         validated=bool(points) and not any(p.taint for p in points),
@@ -169,7 +170,7 @@ def _draft(found: Evidence, row: str, column: str) -> Cell:
     cell = _shared(found, cell)
     if cell.against == column:
         return _decided(cell, "REFERENCE", "the columns of its engine are judged against it")
-    if evidence.plain_row(row) is None:
+    if cell.against is not None and evidence.own_row(row, cell.against) is None:
         return _decided(cell, "UNCLEAR", "no plain engine runs this row, so there is nothing to judge it against")
     if cell.against is None:
         return _decided(cell, "UNCLEAR", "this grid has no plain column of its engine to judge it against")

@@ -57,7 +57,7 @@ class Compared:
 
 def differences(found: Evidence, row: str, column: str, plain: str | None, metric: str) -> dict[int, float]:
     """Round -> log share of `plain` inside that round, where both may be believed."""
-    other_row = evidence.plain_row(row)
+    other_row = evidence.own_row(row, plain) if plain else None
     if other_row is None or plain is None or plain not in found.columns or column == plain:
         return {}
     ours, theirs = found.of(row, column), found.of(other_row, plain)
@@ -86,7 +86,7 @@ def compare(found: Evidence, row: str, column: str, plain: str, fitted: Fit | No
     by_round = differences(found, row, column, plain, found.metric)
     if not by_round:
         return None
-    other_row = evidence.plain_row(row)
+    other_row = evidence.own_row(row, plain)
     assert other_row is not None
     ours = [_speed(p, found.metric) for p in found.of(row, column).values()]
     theirs = [_speed(p, found.metric) for p in found.of(other_row, plain).values()]

@@ -134,6 +134,11 @@ def test_run_and_then_everything_on_its_store(said: Said, here: Path, monkeypatc
     code, out, _ = said("show")
     assert re.search(r"^generate +[\d.]+ tok/s ● +\d+ ~", out, re.M)
     assert said("show", "--rows", "ster")[0] == 2
+    other = json.loads(said("show", "--json", "--against", "fake-b")[1])
+    assert {c["against"] for c in other} == {"fake-b"} != {c["against"] for c in cells}
+    assert {c["verdict"] for c in other if c["column"] == "fake-b"} == {"REFERENCE"}
+    code, _, err = said("show", "--against", "fake-z")
+    assert (code, "did you mean" in err) == (2, True)
 
     code, out, _ = said("report", "--report", "out/r.html")
     assert code == 0

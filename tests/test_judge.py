@@ -56,6 +56,33 @@ def test_a_quiet_host_tells_them_apart_in_either_unit(effect: float, verdict: st
     assert found.unit == KINDS[row].unit
 
 
+def test_any_column_can_be_what_the_others_are_judged_against() -> None:
+    store = session(
+        steady({"tapgrid-eager": 0.2, "tapgrid-hf": 0.1, "hf": -0.4}), columns=COLUMNS, rows=("generate", "capture-1")
+    )
+    found = {(c.row, c.column): c for c in judge(store, against="tapgrid-eager")}
+    assert {c.against for c in found.values()} == {"tapgrid-eager"}
+    assert found["capture-1", "tapgrid-eager"].verdict == "REFERENCE"
+    theirs = found["capture-1", "tapgrid-hf"]
+    assert theirs.verdict == "SLOWER"
+    assert theirs.share == pytest.approx(math.exp(-0.1), abs=0.01)
+    assert theirs.reason.startswith("-9.")
+    assert "against tapgrid-eager" in theirs.reason
+    assert theirs.low is not None
+    assert theirs.low < math.exp(-0.1)
+    # A plain engine has no capture-1 of its own, and its generate is compared with this column's.
+    assert found["capture-1", "vanilla"].verdict in ("UNSUPPORTED", "MISSING")
+    assert found["generate", "vanilla"].share == pytest.approx(math.exp(-0.2), abs=0.01)
+    assert found["generate", "hf"].verdict == "SLOWER"
+
+
+def test_a_row_without_a_plain_engine_is_judged_against_a_column_that_has_it() -> None:
+    store = session(steady({"tapgrid-hf": 0.3}), columns=("hf", "tapgrid-hf", "nnsight-hf"), rows=("gradient",))
+    assert cell(store, "tapgrid-hf", "gradient").verdict == "UNCLEAR"
+    found = cell(store, "tapgrid-hf", "gradient", against="nnsight-hf")
+    assert (found.verdict, found.against) == ("FASTER", "nnsight-hf")
+
+
 def test_seconds_are_turned_so_that_a_share_above_one_is_faster() -> None:
     found = cell(session(steady({"tapgrid-eager": 0.2}), rows=("forward",)), row="forward")
     plain = cell(session(steady({"tapgrid-eager": 0.2}), rows=("forward",)), column="vanilla", row="forward")
