@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from harness import environments
 from harness.fingerprint import ROOT
 from harness.grid import Limits
@@ -94,10 +96,15 @@ class Worker:
             raise Died(f"ended with {_code(code)}")
 
     def kill(self) -> None:
-        """End the worker and everything that it started. Safe to call more than once."""
+        """End the worker and everything that it started, and see that it is gone. Safe to call more than once."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        # What it started is nobody's child here, and on a busy machine outlives the signal for a while: the next engine
+        # would boot beside it.
+        until = time.monotonic() + GRACE
+        while _lives(self.process.pid) and time.monotonic() < until:
+            time.sleep(0.01)
         with contextlib.suppress(OSError):
             self._stdin.close()
         if self._out >= 0:
@@ -140,6 +147,15 @@ class Worker:
                     return
                 *whole, pending = (pending + data).split(b"\n")
                 yield from (json.loads(line) for line in whole)
+
+
+def _lives(group: int) -> bool:
+    """Whether a process of this group is still running; one that only waits to be reaped is not."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 def _environment(env: Mapping[str, str], *, elsewhere: bool = False) -> dict[str, str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from harness import child
 from harness.fingerprint import ROOT
 from harness.grid import UsageError
 from harness.run import Options, choose, execute, prepare
@@ -64,6 +65,24 @@ def test_no_two_engines_are_ever_alive(measure: Measure, here: Path, monkeypatch
     born = [line.split() for line in (here / "alive").read_text().splitlines()]
     assert [column for column, _ in born] == ["fake-a", "fake-b"]
     assert born[1][1] == "0"  # what fake-a left running was gone when fake-b booted
+
+
+def test_a_group_lives_as_long_as_anything_in_it_runs() -> None:
+    sleeps = "[sys.executable, '-c', 'import time; time.sleep(600)']"
+    code = f"import subprocess, sys; print(subprocess.Popen({sleeps}, stdout=subprocess.DEVNULL).pid)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as first:
+        assert first.stdout is not None
+        left = int(first.stdout.readline())
+    assert child._lives(first.pid)  # the one that was left behind
+    os.kill(left, signal.SIGKILL)
+    until = time.monotonic() + 10
+    while child._lives(first.pid) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not child._lives(first.pid)
+    zombie = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+    assert not child._lives(zombie.pid)
+    zombie.wait()
 
 
 @pytest.mark.parametrize(("how", "said"), [("crash", "SIGKILL"), ("raise", "planted error"), ("hang", "hung")])
