@@ -9,6 +9,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+# Whose code runs a model.
+_MODELS = ("torch", "transformers", "vllm")
 _HERE = str(Path(__file__).resolve().parent) + os.sep
 
 
@@ -75,9 +77,13 @@ class LoadError(Exception):
 def user_line() -> str:
     """`file:line` of the innermost frame outside this package: where the user's code stands.
 
-    Empty when there is none, which is when the library calls itself.
+    Empty when there is none: the library calls itself, or the model calls it at a point.
     """
-    return _line(sys._getframe(1))
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    inside = frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _MODELS
+    return "" if inside else _line(frame)
 
 
 def line_of(thread: Any) -> str:

@@ -153,13 +153,13 @@ class Interleaver:
 
         Returns what the model goes on with instead, or None when that is `payload` (edits have landed in it).
         """
-        served = self.waiting.pop(key, None)
-        if served is None:
+        here = self.waiting.pop(key, None)
+        if here is None:
             return None
         self.total = None
-        self.shared = len(served) > 1
+        self.shared = len(here) > 1
         if self.shared:
-            served.sort(key=_by_order)
+            here.sort(key=_by_order)
         instead, waiting, grad = None, self.waiting, self.grad
         # Only ordinary tensors count their versions, and only they can be used in autograd afterwards.
         guard = InferenceMode(False) if self.inference else None  # a `with` costs twice as much
@@ -167,7 +167,7 @@ class Interleaver:
             if guard is not None:
                 set_grad_enabled(False)
             # The hot loop: `_resume` and `_park` in one.
-            for m in served:
+            for m in here:
                 if m.live.error is not None:
                     self._throw(m, self._quiet(m))
                     continue

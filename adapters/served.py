@@ -12,6 +12,7 @@ from greenlet import GreenletExit
 from adapters.declared import Add, Capture
 from adapters.errors import NotInRowsError
 from adapters.exchange import lent, take
+from adapters.modes import is_any_autocast_enabled
 from adapters.points import LOGITS_KEY, SAMPLED_KEY, Location
 
 if TYPE_CHECKING:
@@ -39,31 +40,35 @@ class Served:
 
     def switch(self, given: Any) -> Location | None:
         """Begin, where `given` is the pass itself; else do what there is to do at the location that was waited for."""
-        places, at, m = self._places, self._at, self._m
-        if m is None:
-            self._m = m = given
-            loc = places[0][1]
-        else:
-            name, loc = places[at]
-            m._key = key = loc.key
-            while loc.key == key:
-                try:
+        places, at = self._places, self._at
+        name, loc = places[at]
+        m: Pass = given if self._m is None else self._m
+        try:
+            if m is given:
+                self._m = m
+            else:
+                m._key = key = loc.key
+                while loc.key == key:
                     self._do(m, name, loc, given)
-                except NotInRowsError as odd:
-                    raise NotInRowsError(f"{loc}: {odd}") from None
-                at += 1
-                if at == len(places):
-                    self._end()
-                    return None
-                name, loc = places[at]
-            self._at = at
-        if not m.draws and loc.key in (LOGITS_KEY, SAMPLED_KEY):
-            self._end()  # an early chunk of a long prompt: nobody's logits
-            return None
-        if at >= self._asked:  # an engine listens as long as there are requests
-            m._il.host.attach(loc.key)
-            self._asked = at + 1
-        return loc
+                    at += 1
+                    if at == len(places):
+                        self._end()
+                        return None
+                    name, loc = places[at]
+                self._at = at
+            if not m.draws and loc.key in (LOGITS_KEY, SAMPLED_KEY):
+                self._end()  # an early chunk of a long prompt: nobody's logits
+                return None
+            if at >= self._asked:  # an engine listens as long as there are requests
+                m._il.host.attach(loc.key)
+                self._asked = at + 1
+            return loc
+        except BaseException as error:
+            given = m._payload = None  # a whole batch's
+            self._end()
+            if isinstance(error, NotInRowsError):
+                raise NotInRowsError(f"{loc}: {error}") from None
+            raise
 
     def throw(self, error: BaseException) -> None:
         """What ends a function while it waits."""
@@ -76,14 +81,21 @@ class Served:
 
 
 def served(m: Pass) -> Served | None:
-    """Who serves this pass of what is stated; None for a function, and where every read is to be looked at."""
+    """Who serves this pass of what is stated; None for a function, where every read is to be looked at, and for what is
+    refused: as a function it raises that as an error of its own request."""
     if type(m.thread) is Served:
         return m.thread.again()
-    if not isinstance(m.fn, Capture | Add) or m.live.check_finite or m.live.trail is not None or m._il.grad:
+    fn, live = m.fn, m.live
+    if type(fn) is not Capture and type(fn) is not Add:  # a subclass may be called otherwise
         return None
-    if isinstance(m.fn, Capture):
-        return Served(m.fn.places(m._points), _capture)
-    return Served([(m.fn.point, m._points.parse(m.fn.point))], _add)
+    if live.check_finite or live.trail is not None or m._il.grad or is_any_autocast_enabled():
+        return None
+    try:
+        if isinstance(fn, Add):
+            return Served([(fn.point, m._points.parse(fn.point))], _add)
+        return Served(fn.places(m._points), _capture)
+    except Exception:
+        return None
 
 
 def _capture(m: Pass, name: str, loc: Location, payload: Any) -> None:

@@ -20,7 +20,7 @@ from harness import environments
 from harness.fingerprint import ROOT
 from harness.grid import Limits
 
-GRACE = 20.0  # seconds that a worker which has said its last line may take to exit
+GRACE = 20.0  # seconds that a worker which has said its last line, or was killed, may take to be gone
 
 
 class Hang(Exception):
@@ -103,7 +103,12 @@ class Worker:
         # What it started is nobody's child here, and on a busy machine outlives the signal for a while: the next engine
         # would boot beside it.
         until = time.monotonic() + GRACE
-        while _lives(self.process.pid) and time.monotonic() < until:
+        while _lives(self.process.pid):
+            if time.monotonic() > until:
+                raise RuntimeError(
+                    f"what worker {self.process.pid} started (its process group) is still running {GRACE:.0f} s after "
+                    "it was killed: no engine may be measured beside it. End it; the same command goes on"
+                )
             time.sleep(0.01)
         with contextlib.suppress(OSError):
             self._stdin.close()

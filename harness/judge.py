@@ -13,6 +13,8 @@ round's plain engine. `p` is the drift-adjusted paired test of `stats_drift` (th
 power), `p_adjusted` is Benjamini-Hochberg over the report. `p_exact` (sign flip) and `p_unpaired` (Mann-Whitney on
 process means) stand beside them. Below `rounds_for(alpha)` rounds, p is the exact one, and nothing is claimed.
 
+What is said here of plain is true of any column that `judge(..., against=...)` names instead.
+
 At a true difference equal to the margin every rule is a coin toss.
 """
 
@@ -97,7 +99,8 @@ class _Draft:
 def judge(store: Store, *, floors: Mapping[Key, float] | None = None, against: str | None = None) -> list[Cell]:
     """One cell for every row and column of the session, rows in canonical order, columns in the session's.
 
-    `floors` are margins from an A/A session (`aa.Floors.margins`), by (row, column); a cell's margin is the larger.
+    `floors` are margins from an A/A session (`aa.Floors.margins`), by (row, column); a cell's margin is the largest of
+    the grid's, its own and its reference's.
     `against` is a column that all are judged against, instead of each against the plain one of its engine.
     """
     found = evidence.gather(store)
@@ -110,7 +113,9 @@ def judge(store: Store, *, floors: Mapping[Key, float] | None = None, against: s
                 assert draft.against is not None
                 numbers = paired.compare(found, row, column, draft.against, fitted)
                 assert numbers is not None
-                margin = max(found.margin, (floors or {}).get((row, column), 0.0))
+                theirs = evidence.own_row(row, draft.against) or row
+                wide = ((floors or {}).get(key, 0.0) for key in ((row, column), (theirs, draft.against)))
+                margin = max(found.margin, *wide)
                 drafts.append(_Draft(_numbered(found, draft, numbers, margin), numbers))
             else:
                 drafts.append(_Draft(draft))
@@ -169,7 +174,7 @@ def _draft(found: Evidence, row: str, column: str, against: str | None) -> Cell:
         return _decided(cell, "MISSING", "not measured: no run came back with both a token and a time")
     cell = _shared(found, cell)
     if cell.against == column:
-        return _decided(cell, "REFERENCE", "the columns of its engine are judged against it")
+        return _decided(cell, "REFERENCE", "the others are judged against it")
     if cell.against is not None and evidence.own_row(row, cell.against) is None:
         return _decided(cell, "UNCLEAR", "no plain engine runs this row, so there is nothing to judge it against")
     if cell.against is None:

@@ -55,12 +55,12 @@ class Compared:
         return stats_power.rounds_needed(self.contrast.estimate, sd, edge, alpha, least=max(least, self.rounds + 1))
 
 
-def differences(found: Evidence, row: str, column: str, plain: str | None, metric: str) -> dict[int, float]:
-    """Round -> log share of `plain` inside that round, where both may be believed."""
-    other_row = evidence.own_row(row, plain) if plain else None
-    if other_row is None or plain is None or plain not in found.columns or column == plain:
+def differences(found: Evidence, row: str, column: str, other: str | None, metric: str) -> dict[int, float]:
+    """Round -> log share of `other` inside that round, where both may be believed."""
+    other_row = evidence.own_row(row, other) if other else None
+    if other_row is None or other is None or other not in found.columns or column == other:
         return {}
-    ours, theirs = found.of(row, column), found.of(other_row, plain)
+    ours, theirs = found.of(row, column), found.of(other_row, other)
     both = {r: (ours[r].speed[metric], theirs[r].speed[metric]) for r in ours if r in theirs}
     return {r: a - b for r, (a, b) in both.items() if a is not None and b is not None}
 
@@ -81,16 +81,16 @@ def fit(found: Evidence, row: str) -> Fit | None:
     return Fit([_speed(p, found.metric) for _, p in seen], design)
 
 
-def compare(found: Evidence, row: str, column: str, plain: str, fitted: Fit | None) -> Compared | None:
+def compare(found: Evidence, row: str, column: str, other: str, fitted: Fit | None) -> Compared | None:
     """The numbers of one cell; None where no round has both."""
-    by_round = differences(found, row, column, plain, found.metric)
+    by_round = differences(found, row, column, other, found.metric)
     if not by_round:
         return None
-    other_row = evidence.own_row(row, plain)
+    other_row = evidence.own_row(row, other)
     assert other_row is not None
     ours = [_speed(p, found.metric) for p in found.of(row, column).values()]
-    theirs = [_speed(p, found.metric) for p in found.of(other_row, plain).values()]
-    return of_differences(by_round, ours, theirs, found.alpha, _contrast(fitted, column, plain))
+    theirs = [_speed(p, found.metric) for p in found.of(other_row, other).values()]
+    return of_differences(by_round, ours, theirs, found.alpha, _contrast(fitted, column, other))
 
 
 def of_differences(

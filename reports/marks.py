@@ -104,9 +104,9 @@ def _mode(column: str, settings: Mapping[str, Any]) -> str:
     """What the engine really booted with decides; a column that never booted is told by its name."""
     base = base_of(column)
     eager = settings.get("eager", settings.get("enforce_eager"))
-    if eager is False and (base.startswith(_NEVER) or settings.get("compilation") == "NONE"):
-        graphs = settings.get("cudagraph_mode", "NONE") != "NONE"
-        return "graphs, not compiled" if graphs else "neither compiled nor graphs"
+    if eager is False and settings.get("compilation", "NONE" if base.startswith(_NEVER) else None) == "NONE":
+        graphs = {None: "not compiled", "NONE": "neither compiled nor graphs"}
+        return graphs.get(settings.get("cudagraph_mode"), "graphs, not compiled")
     told = not eager if isinstance(eager, bool) else settings.get("compiled")
     named = base == "vanilla" or (base.startswith("tapgrid") and base.endswith("-taps")) or base.endswith("-compiled")
     return "compiled" if (told if isinstance(told, bool) else named) else "eager"

@@ -76,6 +76,22 @@ def test_any_column_can_be_what_the_others_are_judged_against() -> None:
     assert found["generate", "hf"].verdict == "SLOWER"
 
 
+def test_the_margin_is_the_largest_of_the_grids_its_own_and_its_references() -> None:
+    store = session(steady({}), columns=COLUMNS, rows=("generate", "capture-1"))
+
+    def margin(row: str, **floors: float) -> float | None:
+        given = {
+            ("generate", "vanilla"): floors.get("theirs", 0.0),
+            ("capture-1", "tapgrid-eager"): floors.get("own", 0.0),
+        }
+        return cell(store, row=row, floors=given).margin
+
+    assert margin("capture-1") == 0.03
+    assert margin("capture-1", theirs=0.09) == margin("generate", theirs=0.09) == 0.09  # plain engines run `generate`
+    assert margin("capture-1", theirs=0.05, own=0.07) == 0.07
+    assert margin("generate", own=0.07) == 0.03
+
+
 def test_a_row_without_a_plain_engine_is_judged_against_a_column_that_has_it() -> None:
     store = session(steady({"tapgrid-hf": 0.3}), columns=("hf", "tapgrid-hf", "nnsight-hf"), rows=("gradient",))
     assert cell(store, "tapgrid-hf", "gradient").verdict == "UNCLEAR"

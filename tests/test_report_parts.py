@@ -56,8 +56,9 @@ def test_what_the_engine_booted_with_decides_over_the_name() -> None:
     [
         ({}, "eager"),
         ({"enforce_eager": True}, "eager"),
-        ({"enforce_eager": False}, "neither compiled nor graphs"),
-        ({"enforce_eager": False, "eager": False, "compilation": "NONE"}, "neither compiled nor graphs"),
+        ({"enforce_eager": False}, "not compiled"),
+        ({"eager": False, "compilation": "NONE", "cudagraph_mode": "NONE"}, "neither compiled nor graphs"),
+        ({"eager": False, "compilation": "VLLM_COMPILE"}, "compiled"),
         ({"eager": False, "compilation": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}, "graphs, not compiled"),
     ],
 )

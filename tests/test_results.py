@@ -14,6 +14,7 @@ from harness.store import Store
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(f for f in (ROOT / "results").glob("*/*.jsonl") if f.parent.name != "published")
 EVERY = ROOT / "results" / "smollm2" / "quick.jsonl"  # every column of the default environment, in one go
+LATER: set[str] = set()  # columns that are newer than that
 each = pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.name}")
 
 
@@ -23,11 +24,12 @@ def read(file: Path) -> Store:
 
 def test_there_is_a_result_of_every_column() -> None:
     found = read(EVERY)
-    assert set(found.session["columns"]) == set(all_columns())
+    own = {name for name, c in all_columns().items() if c.target.startswith("adapters.")}
+    assert own - LATER <= set(found.session["columns"])
     assert len(found.plan) == 3
     # Those that cannot run on the machine it was measured on say why.
     measured = {run["column"] for run in found.runs}
-    assert set(all_columns()) - measured == {"hotwire", "tapgrid-sharded", "tapgrid-sharded-taps"}
+    assert set(found.session["columns"]) - measured == {"hotwire", "tapgrid-sharded", "tapgrid-sharded-taps"}
 
 
 @each

@@ -85,6 +85,26 @@ def test_a_group_lives_as_long_as_anything_in_it_runs() -> None:
     zombie.wait()
 
 
+def a_worker(here: Path) -> child.Worker:
+    """Something that was started, and a group of its own."""
+    limits = child.Limits(boot=600, validate=600, cell=600)
+    return child.Worker(sys.executable, {}, {}, here / "log", limits, module="this")
+
+
+def test_a_kill_ends_when_the_whole_group_is_gone(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [True, True, False]
+    monkeypatch.setattr(child, "_lives", lambda group: answers.pop(0))
+    worker = a_worker(here)
+    worker.kill()
+    assert answers == []
+    monkeypatch.setattr(child, "_lives", lambda group: True)
+    monkeypatch.setattr(child, "GRACE", 0.05)
+    with pytest.raises(RuntimeError, match=rf"worker {worker.process.pid} started .* is still running"):
+        worker.kill()
+    monkeypatch.setattr(child, "_lives", lambda group: False)
+    worker.kill()
+
+
 @pytest.mark.parametrize(("how", "said"), [("crash", "SIGKILL"), ("raise", "planted error"), ("hang", "hung")])
 def test_a_row_that_kills_its_worker_costs_itself_and_nothing_else(
     measure: Measure, heard: Any, how: str, said: str

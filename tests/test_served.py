@@ -10,12 +10,12 @@ import torch
 from greenlet import GreenletExit
 
 from adapters.declared import Add, Capture
-from adapters.errors import InterventionError, NotInRowsError
+from adapters.errors import InterventionError, NotInRowsError, WriteError
 from adapters.points import FAMILIES, LOGITS_KEY, Dimensions, Points
 from adapters.runtime import Runtime
 from adapters.served import Served, served
 from adapters.threads import Threads
-from tests.engines import rt, vllm
+from tests.engines import booted, rt, vllm
 
 __all__ = ["rt"]
 
@@ -126,6 +126,38 @@ def test_no_greenlet_is_made_for_stated_work(rt: Runtime, monkeypatch: pytest.Mo
             rt.run(PROMPTS[0], lambda m: None, max_new_tokens=1)
 
 
+def test_what_is_refused_ends_its_own_request_with_no_line_of_a_library(rt: Runtime) -> None:
+    wrong = {
+        "resid_pst.1": "resid_post",
+        "resid_post.77": "layers 0 to 2",
+        "router.1": "router",
+    }
+    for name, says in wrong.items():
+        for stated in (Capture(name), Add(name, torch.ones(128))):
+            out = rt.run(PROMPTS[:2], [stated, Capture("resid_post.1")], max_new_tokens=2, on_error="return")
+            assert says in str(out[0].error)
+            assert out[1].error is None
+            assert out[1].cat("resid_post.1").shape == (3, 128)
+    out = rt.run(PROMPTS[:2], [Add("resid_post.1", torch.ones(5)), None], max_new_tokens=2, on_error="return")
+    assert isinstance(out[0].error, WriteError)
+    assert ".py" not in str(out[0].error)  # the model called it, no line of the user's
+    assert out[1].error is None
+
+
+def test_autocast_is_refused_as_it_is_for_a_function() -> None:
+    hf = booted("hf")
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InterventionError, match="autocast"):
+        hf.run(PROMPTS[0], Capture("resid_post.1"), max_new_tokens=1)
+
+
+def test_a_capture_that_is_called_otherwise_is_called(rt: Runtime) -> None:
+    class First(Capture):
+        def __call__(self, m: Any) -> None:
+            m.save("first", m.resid_post[0][:1])
+
+    assert list(rt.run(PROMPTS[0], First("z.1"), max_new_tokens=1)[0].saves) == ["first"]
+
+
 # ---- by itself
 
 
@@ -215,10 +247,14 @@ def test_rows_that_cannot_be_told_apart_name_the_point() -> None:
     def odd(*_: Any) -> None:
         raise NotInRowsError("shape (3, 3)")
 
-    one = Served(Capture("z.1").places(POINTS), odd)
-    one.switch(fake())
+    one, m = Served(Capture("z.1").places(POINTS), odd), fake()
+    one.switch(m)
+    m._payload = "a whole batch"
     with pytest.raises(NotInRowsError, match=r"^z\[1\]: shape \(3, 3\)$"):
         one.switch("x")
+    assert one.dead
+    assert one._m is None
+    assert m._payload is None
 
 
 @pytest.mark.parametrize(

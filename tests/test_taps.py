@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,6 +220,32 @@ def test_compiled_transformers_equals_eager(eager: Runtime, compiler: str) -> No
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("family", ["bloom", "gemma3", "mistral"])
+def test_families_whose_masks_are_not_llamas(family: str, tmp_path: Path) -> None:
+    """Position biases made from the mask, layers that slide and layers that do not, and none that does not slide; with
+    prompts of unequal length and generations that go beyond the window."""
+    folder = resolve(f"synthetic:{family}")
+    if family == "mistral":
+        shutil.copytree(folder, tmp_path / "mistral")
+        folder = tmp_path / "mistral"
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 8}))
+    prompts = [list(range(5, 5 + n)) for n in (20, 3, 6)]
+
+    def look(m: Any) -> None:
+        m.save("first", m.resid_post[0])
+        m.save("last", m.resid_post[-1])
+
+    with (
+        load(folder, engine="hf", backend="taps", taps=["resid_post.*"], dtype="float32", compiler="aot_eager") as rt,
+        load(folder, engine="hf", dtype="float32") as eager,
+    ):
+        for some in (prompts, prompts[:1], prompts[2:]):
+            a = rt.run(some, look, max_new_tokens=8, ignore_eos=True)
+            same(a, eager.run(some, look, max_new_tokens=8, ignore_eos=True), 1e-5)
+
+
+@pytest.mark.engine
 def test_bystanders_are_bit_equal_and_an_undeclared_point_is_refused_at_the_users_line() -> None:
     with hf_taps() as rt:
         idle = rt.run(PROMPTS, lambda m: m.save("logits", m.logits), max_new_tokens=4, ignore_eos=True)
@@ -226,6 +255,9 @@ def test_bystanders_are_bit_equal_and_an_undeclared_point_is_refused_at_the_user
         with pytest.raises(NotDeclaredError, match=r"(?s)taps=\['resid_post.\*', 'z.1', 'q.0'\].*test_taps.py"):
             rt.run(PROMPTS, lambda m: m.mlp_out[1])
         assert len(rt.engine.hooks) == 0
+        rt.engine.model.share_memory()  # type: ignore[attr-defined]
+        with pytest.raises(LoadError, match="has been moved"):
+            rt.run(PROMPTS, lambda m: m.resid_post[1])
 
 
 @pytest.mark.engine

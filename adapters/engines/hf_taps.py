@@ -41,6 +41,7 @@ class HFTapsEngine(HFEngine):
             self._prefill = torch.compile(model.forward, dynamic=True, **shared)
             self._decode = torch.compile(model.forward, mode=mode, **shared)
         self._caches: dict[tuple[int, int], Any] = {}
+        self._stateful = any("linear" in traits for traits in self.points.dims.traits)
 
     def _compile_layers(self, shared: dict[str, Any]) -> None:
         """Compile a layer once for all that are built alike: what sets them apart (weights, cache, tap ids) is data.
@@ -74,6 +75,7 @@ class HFTapsEngine(HFEngine):
             cache.early_initialization(batch, dims.kv_heads, dims.head_dim, self.model.dtype, self.model.device)
             self._caches[size] = (cache, self._slices(cache))
         cache, self._of_layer = self._caches[size]
+        self._room = size[1]  # more than a cache says of itself whose layers all slide
         cache.reset()
         return cache
 
@@ -88,16 +90,17 @@ class HFTapsEngine(HFEngine):
 
         self._one_token = ids.shape[1] == 1
         run: Any = self._decode if self._one_token else self._prefill
-        # In decode a mask of the cache's own length, whatever the step: what lies in the future is masked by causality.
-        # A prompt's is as long as itself: layers that keep a state take the mask's end for their own tokens.
-        length = cache.get_max_length() if self._one_token else ids.shape[1]
-        seen = cache
         if self.layers and not self._one_token:
             seen = DynamicCache(config=self.model.config)  # empty: the mask is made for the prompt's own keys
-        elif mask is None:
-            mask = ids.new_ones(ids.shape[0], length)
         else:
-            mask = torch.nn.functional.pad(mask, (0, length - mask.shape[1]), value=1)
+            seen = cache
+            # As long as the room there is, whatever the step: what lies in the future is masked by causality. But
+            # layers that keep a state take the end of a prompt's mask for their own tokens.
+            length = ids.shape[1] if self._stateful and not self._one_token else self._room
+            if mask is None:
+                mask = ids.new_ones(ids.shape[0], length)
+            else:
+                mask = torch.nn.functional.pad(mask, (0, length - mask.shape[1]), value=1)
         out = run(
             input_ids=ids,
             attention_mask=mask,
