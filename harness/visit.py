@@ -154,6 +154,7 @@ def _spec(visit: Visit) -> dict[str, Any]:
         "runs": session.plan.runs,
         "timed": session.timed,
         "seed": grid.seed,
+        "metric": grid.metric,
         "validator": grid.validator,
         "cache": str((folder_of(session.choice.options) / "references").resolve()),
         "path": [str(Path(grid.path).parent), os.getcwd()] if grid.adapters else [],

@@ -45,6 +45,7 @@ class Spec:
     seed: int
     validator: str
     cache: str
+    metric: str = "cpu"
     timed: bool = True
     path: Sequence[str] = ()
 
@@ -122,7 +123,7 @@ def serve(spec: Spec, send: Callable[..., None]) -> None:
             started=started,
         )
         ids, rows = workloads.ordinary_ids(model, facts), [Row(**r) for r in spec.rows]
-        bench = Bench(send, adapter, settings, model, facts, ids, spec.runs, spec.seed)
+        bench = Bench(send, adapter, settings, model, facts, ids, spec.runs, spec.seed, spec.metric)
         show_text(bench)
         validate(bench, rows, spec.validator, Path(spec.cache))
         for row in rows:

@@ -198,7 +198,7 @@ def test_the_graph_gives_the_bits_of_python_at_the_taps(dtype: torch.dtype, comp
                 found[name] = x.clone()
 
             name = f"{loc.name}.{loc.layer}"
-            taps._ARMED[tapped._ids[loc.key]] = functools.partial(post if "post" in name else z, name=name)
+            taps._ARMED[int(tapped._ids[loc.key])] = functools.partial(post if "post" in name else z, name=name)
 
     tapped_at = taps.declared(names, POINTS)
     adds = Add("resid_post.0", v, 3.0).then(Add("z.1", w.view(2, 4)))

@@ -11,12 +11,14 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from adapters.work import Settings
+from harness import bench
 from harness.child import Died, Hang, Worker, tail
 from harness.environments import python_of
 from harness.fingerprint import ROOT
@@ -205,6 +207,64 @@ def test_a_check_that_raises_is_a_failed_check_and_not_a_lost_cell(folder: Path)
     assert (finding["verdict"], finding["row"]) == ("FAIL", None)
     assert "the check raised RuntimeError: planted error in validate" in finding["reason"]
     assert {r["validated"] for r in lines if r["kind"] == "run"} == {False}
+
+
+def agreed(monkeypatch: pytest.MonkeyPatch, batches: list[list[float]], seconds: float = 0.0, **more: Any) -> Any:
+    """What `_agreeing` makes of planted CPU seconds: (those that count, those that it sent as `disagreed`)."""
+    flat, sent, now = [t for b in batches for t in b], [], [0.0]
+
+    def run(bench: Any, row: Row, work: Any, number: int) -> Any:
+        now[0] += seconds
+        return {"cpu_seconds": flat.pop(0), "wall_seconds": 1.0, "number": number}, [], []
+
+    monkeypatch.setattr(bench, "_run", run)
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
+    given: Any = SimpleNamespace(runs=len(batches[0]), metric="cpu", send=lambda kind, **v: sent.append((kind, v)))
+    for name, value in more.items():
+        setattr(given, name, value)
+    found = bench._agreeing(given, Row("generate"), None)  # type: ignore[arg-type]
+    assert all(kind == "disagreed" and v["row"] == "generate" for kind, v in sent)
+    assert [v["run"] for _, v in sent] == [v["number"] for _, v in sent]
+    return [line["cpu_seconds"] for line, _, _ in found], [v["cpu_seconds"] for _, v in sent]
+
+
+def test_runs_that_agree_are_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert agreed(monkeypatch, [[1.0, 1.15, 1.1]]) == ([1.0, 1.15, 1.1], [])
+
+
+@pytest.mark.parametrize("odd", [1.6, 0.5])
+def test_runs_that_disagree_are_done_again_whichever_way_the_odd_one_lies(
+    monkeypatch: pytest.MonkeyPatch, odd: float
+) -> None:
+    assert agreed(monkeypatch, [[1.0, odd, 1.0], [1.2, 1.2, 1.1]]) == ([1.2, 1.2, 1.1], [1.0, odd, 1.0])
+
+
+def test_what_never_agrees_counts_as_it_was_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = [[1.0, 2.0], [1.0, 3.0], [1.0, 4.0], [1.0, 5.0], [1.0, 1.0]]
+    counts, thrown = agreed(monkeypatch, batches)
+    assert counts == [1.0, 5.0]
+    assert thrown == [1.0, 2.0, 1.0, 3.0, 1.0, 4.0]
+
+
+def test_a_slow_column_is_not_done_again_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert agreed(monkeypatch, [[1.0, 2.0], [1.0, 3.0]], seconds=11.0) == ([1.0, 2.0], [])
+    assert agreed(monkeypatch, [[1.0, 2.0], [1.0, 3.0]], seconds=6.0) == ([1.0, 3.0], [1.0, 2.0])
+
+
+def test_the_judged_metric_decides_whether_runs_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert agreed(monkeypatch, [[1.0, 2.0]], metric="wall") == ([1.0, 2.0], [])
+
+
+def test_what_disagreed_is_sent_and_never_counted(folder: Path) -> None:
+    lines = everything(start(folder, spec(folder), **{"fake-a": {"noise": 1.0}}))
+    thrown = [x for x in lines if x["kind"] == "disagreed"]
+    assert thrown
+    assert {x["row"] for x in thrown} <= {"generate", "steer"}
+    assert [(x["row"], x["run"]) for x in lines if x["kind"] == "run"] == [
+        (row, run) for row in ("generate", "steer") for run in (0, 1)
+    ]
+    sequence = [x["sequence"] for x in lines if x["kind"] in ("run", "disagreed")]
+    assert len(sequence) == len(set(sequence))
 
 
 def test_work_that_cannot_stay_on_the_engine_is_refused(folder: Path) -> None:
