@@ -69,8 +69,7 @@ def test_every_forced_reason_was_seen_and_none_is_a_guess() -> None:
         found = read(file)
         libraries = {str(p["column"]): str(p["settings"].get("library")) for p in found.processes}
         seen |= {(libraries[d.column], d.fact) for d in fairness.differences(found) if d.forced}
-    later = {(library, fact) for library, fact in fairness.FORCED if fact == "compilation"}  # not yet asked for then
-    assert seen == set(fairness.FORCED) - later
+    assert seen == set(fairness.FORCED)
 
 
 def test_every_engine_said_what_it_is() -> None:
