@@ -90,8 +90,8 @@ def lens(point: str) -> Intervention:
     name, layer = split(point)
 
     def intervention(m: Pass) -> None:
-        # In float32 the same token is found, in 50 us for 180.
-        m.save("lens", m.unembed(getattr(m, name)[layer][-1:]).float().argmax(-1))
+        # `max` finds the same token as `argmax`, in a third of the time.
+        m.save("lens", m.unembed(getattr(m, name)[layer][-1:]).max(-1).indices)
 
     return intervention
 
