@@ -28,6 +28,7 @@ from adapters.modes import InferenceMode, is_grad_enabled, is_inference_mode_ena
 from adapters.modules import layer_stem, no_such_module, parameter, ran_before
 from adapters.points import _STRIDE, Location, Points
 from adapters.recompute import replayed
+from adapters.recorded import Recorder
 from adapters.rows import Part, Rows
 from adapters.served import served
 from adapters.threads import Threads, runs_function
@@ -66,6 +67,7 @@ class Interleaver:
             made by the module that is being visited and held by nobody else.
         recomputes: whether the engine may compute positions again (it preempts), so that writes are remembered.
         total: the whole batch's sum at a location that holds a pair, made once where a visit is `shared` by several.
+        recorder: what serves passes that capture and do nothing else, where the engine has taps.
         interrupt: what ended an intervention without being an `Exception` (Ctrl-C): the engine stops everything.
     """
 
@@ -79,6 +81,7 @@ class Interleaver:
         self.total: torch.Tensor | None = None
         self.shared = False
         self.lends = self.fresh = False
+        self.recorder: Recorder | None = None
         self.interrupt: BaseException | None = None
         self._threads = Threads(runs_function)
         # Modules by path, as far as they were asked for.
@@ -105,6 +108,8 @@ class Interleaver:
         """Start every intervention of this pass; each runs to its first read."""
         if self.waiting:
             self.abandon()
+        if self.recorder is not None and self.recorder.begin(rows, jobs):
+            return
         self.inference = is_inference_mode_enabled()
         self.lends = bool(LENT) and self.lending and rows.alone and not self.inference and not self.grad
         self.fresh = False
@@ -193,6 +198,9 @@ class Interleaver:
 
     def end(self) -> None:
         """The pass is over: whoever still waits is told that its location never ran."""
+        if self.recorder is not None and self.recorder.kept is not None:
+            self.recorder.end()
+            return
         self.total = None
         for _ in range(_PATIENCE):
             if not self.waiting:
@@ -212,6 +220,8 @@ class Interleaver:
 
     def abandon(self) -> None:
         """The pass died in the engine: let every parked intervention unwind."""
+        if self.recorder is not None:
+            self.recorder.abandon()
         left, self.waiting = self.waiting, {}
         for passes in left.values():
             for m in passes:

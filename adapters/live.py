@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from adapters.saves import check
+from adapters.saves import check, owned
 
 if TYPE_CHECKING:
     from adapters.intervention import Pass
@@ -22,6 +22,7 @@ class Live:
         as_read: names saved exactly as the model had them, before this request `wrote` anything -> their points.
         seen: positions that interventions have been given: what a pass computes below it is computed again.
         drawn: tokens that the passes of this request have drawn; `spoilt` of them by a pass that failed.
+        recorded: saves hold parts of a whole batch's tensors, which are to become the request's own.
         written: every write, for an engine that may compute positions again; None for one that never does.
         trail: what was written, as digests, for a model that is split over ranks; None for one that is not.
     """
@@ -38,6 +39,7 @@ class Live:
     seen: int = 0
     drawn: int = 0
     spoilt: int = 0
+    recorded: bool = False
     written: list[Written] | None = None
     trail: Trail | None = None
 
@@ -48,8 +50,9 @@ class Live:
     def close(self) -> None:
         """The request is over: check what it kept as read, and let go of its passes."""
         self.passes.clear()
+        saves = owned(self.saves) if self.recorded else self.saves
         if self.error is None:
-            self.error = check(self.id, self.saves, self.as_read)
+            self.error = check(self.id, saves, self.as_read)
 
 
 class Job(NamedTuple):

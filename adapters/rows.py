@@ -26,6 +26,10 @@ class Rows(Protocol):
     def sampled(self, x: torch.Tensor, i: int) -> torch.Tensor: ...
 
     @property
+    def size(self) -> int:
+        """How many requests are in the pass."""
+
+    @property
     def alone(self) -> bool:
         """Whether all rows are of one request."""
 
@@ -62,6 +66,10 @@ class Slab:
 
     def sampled(self, x: torch.Tensor, i: int) -> torch.Tensor:
         return x[i : i + 1] if x.dim() != 2 or x.dtype.is_floating_point else x[i]
+
+    @property
+    def size(self) -> int:
+        return len(self.starts) - 1
 
     @property
     def alone(self) -> bool:
@@ -136,6 +144,10 @@ class Part:
 
     def sampled(self, x: torch.Tensor, i: int) -> torch.Tensor:
         return self.whole.sampled(x, i)
+
+    @property
+    def size(self) -> int:
+        return self.whole.size
 
     @property
     def alone(self) -> bool:

@@ -318,8 +318,10 @@ def test_taps_that_break_graphs_are_taps_where_none_is_recorded(monkeypatch: pyt
         assert x.tolist() == [2.0] * 3
         breakable.break_at_taps("CPU")
         assert len(breakable._OVERRIDES) == 1
+        assert torch.ops.tapgrid.tap_.default._op is not taps._tap, "graphs are broken in the operator's kernel"
     finally:
         breakable._OVERRIDES.pop()._destroy()
+        taps.dispatch(through=False)
     torch.ops.tapgrid.tap_(x, id)
     assert x.tolist() == [4.0] * 3
     del taps._ARMED[int(id)]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adapters import boot, taps
 from adapters.boot import load
@@ -80,6 +81,61 @@ def test_the_pair_form_hands_over_both(tap: torch.Tensor) -> None:
     torch.ops.tapgrid.tap_pair_(hidden, residual, tap)
     assert hidden.abs().sum() == 0
     assert torch.equal(residual, seen[0])
+
+
+class Seen(TorchDispatchMode):
+    """The operators that are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_compiled_code_calls_a_tap_without_torchs_dispatcher(
+    tap: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id, calls, dispatched = tap, [], []
+    monkeypatch.setattr(taps, "at", lambda *arguments: dispatched.append(arguments))
+
+    def f(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a, b = a + 1, b + 1
+        torch.ops.tapgrid.tap_(a, id)
+        torch.ops.tapgrid.tap_pair_(a, b, id)
+        return a + b
+
+    taps._ARMED[int(tap)] = lambda *parts: calls.append([p.clone() for p in parts]) or parts[0].mul_(10)
+    compiled = torch.compile(f, dynamic=True)
+    with torch.inference_mode():
+        found = [compiled(torch.ones(n), torch.zeros(n)).tolist() for n in (3, 4, 5)]
+    assert found == [[201.0] * n for n in (3, 4, 5)]
+    assert [[p[0].item() for p in parts] for parts in calls] == [[2.0], [20.0, 1.0]] * 3
+    assert dispatched == []
+    torch.ops.tapgrid.tap_(torch.ones(1), id)
+    assert len(dispatched) == 1
+
+
+def test_what_is_no_ordinary_tensor_is_dispatched(tap: torch.Tensor) -> None:
+    taps._ARMED[int(tap)] = lambda *parts: [p.add_(1) for p in parts]
+    x, y = torch.nn.Parameter(torch.zeros(2)), torch.zeros(2)
+    with torch.no_grad(), Seen() as seen:
+        torch.ops.tapgrid.tap_.default(x, tap)
+        torch.ops.tapgrid.tap_pair_.default(x, y, tap)
+        torch.ops.tapgrid.tap_pair_.default(y, y, tap)
+    assert [n for n in seen.names if "tapgrid" in n] == ["tapgrid.tap_.default", "tapgrid.tap_pair_.default"]
+    assert x.tolist() == [2.0, 2.0]
+    assert y.tolist() == [3.0, 3.0]
+    taps.dispatch(through=True)
+    try:
+        with Seen() as seen:
+            torch.ops.tapgrid.tap_.default(y, tap)
+    finally:
+        taps.dispatch(through=False)
+    assert seen.names[0] == "tapgrid.tap_.default"
+    assert y.tolist() == [4.0, 4.0]
 
 
 def test_versions_count_in_the_first_call_of_a_fresh_graph(tap: torch.Tensor) -> None:

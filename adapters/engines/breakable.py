@@ -54,6 +54,7 @@ def break_at_taps(key: str) -> None:
         warnings.simplefilter("ignore", UserWarning)  # torch says once that kernels are replaced
         for name in ("tap_", "tap_pair_"):
             library.impl(name, _breaking(), key, allow_override=True)
+    taps.dispatch(through=True)
     _OVERRIDES.append(library)
 
 

@@ -12,6 +12,7 @@ import torch
 from adapters.engines.hf import HFEngine, load_hf
 from adapters.modules import layer_stem
 from adapters.points import Location, Points
+from adapters.recorded import Recorder
 from adapters.taps import Taps, declared
 
 
@@ -26,6 +27,7 @@ class HFTapsEngine(HFEngine):
         # CUDA graphs are captured for the addresses of one layer's weights, so there the model is one graph.
         self.layers = alike(model, self.points) if model.device.type == "cpu" else []
         self.hooks: Any = Taps(model, taps, self.points)
+        self.il.recorder = Recorder(self.il)
         self.taps = list(taps)
         self.compiler = compiler
         mode = "reduce-overhead" if model.device.type == "cuda" and compiler == "inductor" else None

@@ -26,6 +26,7 @@ from adapters.interleave import Interleaver, Key
 from adapters.live import Job, Live
 from adapters.modules import parameter
 from adapters.points import LOGITS_KEY, SAMPLED_KEY, Points, dimensions, family_of
+from adapters.recorded import Recorder
 from adapters.rows import Slab
 from adapters.taps import Taps
 
@@ -49,6 +50,8 @@ class WorkerHost:
         self.hooks: Hooks | Taps = Hooks(self.model) if taps is None else Taps(self.model, taps, self.points)
         self.buffers: Buffers | None = None
         self.il = Interleaver(self)
+        if taps is not None:
+            self.il.recorder = Recorder(self.il)
         # What the graph does for a request, by its id.
         self.planned: dict[str, Planned] = {}
         self.live: dict[str, Live] = {}
