@@ -198,9 +198,7 @@ class Interleaver:
 
     def end(self) -> None:
         """The pass is over: whoever still waits is told that its location never ran."""
-        if self.recorder is not None and self.recorder.kept is not None:
-            self.recorder.end()
-            return
+        self.end_recording()
         self.total = None
         for _ in range(_PATIENCE):
             if not self.waiting:
@@ -217,6 +215,11 @@ class Interleaver:
                 "does it catch every error around a read?"
             )
         self.waiting = {}
+
+    def end_recording(self) -> None:
+        """The model has run: what its taps kept goes to the requests."""
+        if self.recorder is not None and self.recorder.kept is not None:
+            self.recorder.end()
 
     def abandon(self) -> None:
         """The pass died in the engine: let every parked intervention unwind."""

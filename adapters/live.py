@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from adapters.saves import check, owned
+from adapters.saves import check, ordinary
 
 if TYPE_CHECKING:
     from adapters.intervention import Pass
@@ -22,7 +22,7 @@ class Live:
         as_read: names saved exactly as the model had them, before this request `wrote` anything -> their points.
         seen: positions that interventions have been given: what a pass computes below it is computed again.
         drawn: tokens that the passes of this request have drawn; `spoilt` of them by a pass that failed.
-        recorded: saves hold parts of a whole batch's tensors, which are to become the request's own.
+        recorded: saves hold tensors that were made in the engine's own mode, or with more rows than the request's.
         written: every write, for an engine that may compute positions again; None for one that never does.
         trail: what was written, as digests, for a model that is split over ranks; None for one that is not.
     """
@@ -50,9 +50,21 @@ class Live:
     def close(self) -> None:
         """The request is over: check what it kept as read, and let go of its passes."""
         self.passes.clear()
-        saves = owned(self.saves) if self.recorded else self.saves
+        if self.recorded:
+            ordinary(self.saves)
         if self.error is None:
-            self.error = check(self.id, saves, self.as_read)
+            self.error = check(self.id, self.saves, self.as_read)
+
+    def keep(self, name: str, loc: Location, value: Any) -> None:
+        """Save `value`, a copy that is the request's own, as what was read at `loc`."""
+        entries = self.saves.get(name)
+        if entries is None:
+            entries = self.saves[name] = []
+            if not self.wrote:
+                self.as_read[name] = loc
+        elif self.wrote:
+            self.as_read.pop(name, None)
+        entries.append(value)
 
 
 class Job(NamedTuple):

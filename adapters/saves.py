@@ -58,25 +58,11 @@ def joined(entries: Sequence[Any]) -> torch.Tensor:
         ) from odd
 
 
-def owned(saves: dict[str, list[torch.Tensor]]) -> dict[str, list[torch.Tensor]]:
-    """Give every name tensors of its own, where entries are parts of a batch's or were made in inference mode.
-
-    Returns, by name, the one tensor that its entries are then the parts of.
-    """
-    alike: dict[tuple[torch.dtype, torch.Size], list[str]] = {}
-    for name, entries in saves.items():
-        alike.setdefault((entries[0].dtype, entries[0].shape[1:]), []).append(name)
-    wholes = {}
+def ordinary(saves: dict[str, list[torch.Tensor]]) -> None:
+    """Make ordinary tensors of entries that were made in inference mode or lie in a larger one, each by itself."""
     with InferenceMode(False):
-        for (dtype, row), names in alike.items():
-            rows = {name: [e.shape[0] for e in saves[name]] for name in names}
-            size = sum(map(sum, rows.values())) * row.numel() * dtype.itemsize
-            for some in [names] if size <= _JOINED_BYTES else [[name] for name in names]:
-                whole = torch.cat([e for name in some for e in saves[name]])
-                parts = iter(whole.split([n for name in some for n in rows[name]]))
-                for name, own in zip(some, whole.split([sum(rows[name]) for name in some]), strict=True):
-                    wholes[name], saves[name] = [own], [next(parts) for _ in rows[name]]
-    return wholes
+        for entries in saves.values():
+            entries[:] = [e.clone() for e in entries]
 
 
 def check(request: str, saves: Mapping[str, list[Any]], as_read: Mapping[str, Any]) -> BadCaptureError | None:

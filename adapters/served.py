@@ -102,16 +102,7 @@ def _capture(m: Pass, name: str, loc: Location, payload: Any) -> None:
     value, back = take(loc, payload, m._rows, m._index, (m._first, m._n), m._il)
     if back is lent:
         value = value.clone()
-    live = m.live
-    entries = live.saves.get(name)
-    if entries is not None:
-        if live.wrote:
-            live.as_read.pop(name, None)
-        entries.append(value)
-        return
-    if not live.wrote:
-        live.as_read[name] = loc
-    live.saves[name] = [value]
+    m.live.keep(name, loc, value)
 
 
 def _add(m: Pass, name: str, loc: Location, payload: Any) -> None:

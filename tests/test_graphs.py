@@ -310,6 +310,7 @@ def test_without_graphs_that_can_be_broken_the_refusal_says_why(
 def test_taps_that_break_graphs_are_taps_where_none_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
     monkeypatch.setattr(breakable, "_OVERRIDES", [])
+    before = taps._ONE._op, taps._PAIR._op
     x, id = torch.ones(3), taps.new_id()
     taps._ARMED[int(id)] = lambda x: x.mul_(2)
     breakable.break_at_taps("CPU")
@@ -321,7 +322,7 @@ def test_taps_that_break_graphs_are_taps_where_none_is_recorded(monkeypatch: pyt
         assert torch.ops.tapgrid.tap_.default._op is not taps._tap, "graphs are broken in the operator's kernel"
     finally:
         breakable._OVERRIDES.pop()._destroy()
-        taps.dispatch(through=False)
+        taps._ONE._op, taps._PAIR._op = before
     torch.ops.tapgrid.tap_(x, id)
     assert x.tolist() == [4.0] * 3
     del taps._ARMED[int(id)]

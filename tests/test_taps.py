@@ -26,6 +26,15 @@ PROMPTS = [[5, 7, 11, 13, 17, 19, 23, 29], [31, 37, 41], [43, 47, 53, 59, 61]]
 
 
 @pytest.fixture
+def direct() -> Iterator[None]:
+    """As on a torch for CPUs, whatever this one is."""
+    before = taps._ONE._op, taps._PAIR._op
+    taps.dispatch(through=False)
+    yield
+    taps._ONE._op, taps._PAIR._op = before
+
+
+@pytest.fixture
 def tap() -> Iterator[torch.Tensor]:
     """The id of a tap that only this test calls."""
     id = taps.new_id()
@@ -96,7 +105,7 @@ class Seen(TorchDispatchMode):
 
 
 def test_compiled_code_calls_a_tap_without_torchs_dispatcher(
-    tap: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    tap: torch.Tensor, direct: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     id, calls, dispatched = tap, [], []
     monkeypatch.setattr(taps, "at", lambda *arguments: dispatched.append(arguments))
@@ -118,7 +127,7 @@ def test_compiled_code_calls_a_tap_without_torchs_dispatcher(
     assert len(dispatched) == 1
 
 
-def test_what_is_no_ordinary_tensor_is_dispatched(tap: torch.Tensor) -> None:
+def test_what_is_no_ordinary_tensor_is_dispatched(tap: torch.Tensor, direct: None) -> None:
     taps._ARMED[int(tap)] = lambda *parts: [p.add_(1) for p in parts]
     x, y = torch.nn.Parameter(torch.zeros(2)), torch.zeros(2)
     with torch.no_grad(), Seen() as seen:
@@ -129,13 +138,19 @@ def test_what_is_no_ordinary_tensor_is_dispatched(tap: torch.Tensor) -> None:
     assert x.tolist() == [2.0, 2.0]
     assert y.tolist() == [3.0, 3.0]
     taps.dispatch(through=True)
-    try:
-        with Seen() as seen:
-            torch.ops.tapgrid.tap_.default(y, tap)
-    finally:
-        taps.dispatch(through=False)
+    with Seen() as seen:
+        torch.ops.tapgrid.tap_.default(y, tap)
     assert seen.names[0] == "tapgrid.tap_.default"
     assert y.tolist() == [4.0, 4.0]
+
+
+def test_a_torch_whose_overloads_have_no_op_of_their_own_dispatches(
+    direct: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = taps._ONE._op
+    monkeypatch.setattr(taps, "_DISPATCHED", (None, None))
+    taps.dispatch(through=False)
+    assert taps._ONE._op is before
 
 
 def test_versions_count_in_the_first_call_of_a_fresh_graph(tap: torch.Tensor) -> None:

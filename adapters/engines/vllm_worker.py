@@ -176,6 +176,7 @@ class WorkerHost:
                 self.il.begin(Slab(starts, -1 if ids is None else ids.size(0)), jobs)
             out = self._plain[0](*args, **kwargs)
             if self.buffers is not None:
+                self.il.end_recording()  # what taps had comes first, whoever served them
                 self.buffers.end(graphed)
             return out
         except BaseException:
