@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from adapters.saves import check, ordinary
+from adapters.saves import check, copied
 
 if TYPE_CHECKING:
     from adapters.intervention import Pass
@@ -51,7 +51,7 @@ class Live:
         """The request is over: check what it kept as read, and let go of its passes."""
         self.passes.clear()
         if self.recorded:
-            ordinary(self.saves)
+            self.saves = copied(self.saves)
         if self.error is None:
             self.error = check(self.id, self.saves, self.as_read)
 

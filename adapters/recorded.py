@@ -60,12 +60,11 @@ class Recorder:
         if (fn is not self._fn and not self._takes(fn)) or (new and not self._attached()):
             return False
         for job in jobs:
-            live, m = job.live, job.live.passes[0]
+            live = job.live
             live.seen = job.first + job.tokens
             live.drawn += job.draws
             live.recorded = True
-            m.step += 1
-            m.draws, m._key = job.draws, None
+            live.passes[0]._begin(job.place, rows, job.first, job.tokens, job.is_prompt, job.draws, None)
         self.kept = dict.fromkeys(self._keys)
         self._rows, self._jobs = rows, jobs
         return True

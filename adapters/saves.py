@@ -58,13 +58,6 @@ def joined(entries: Sequence[Any]) -> torch.Tensor:
         ) from odd
 
 
-def ordinary(saves: dict[str, list[torch.Tensor]]) -> None:
-    """Make ordinary tensors of entries that were made in inference mode or lie in a larger one, each by itself."""
-    with InferenceMode(False):
-        for entries in saves.values():
-            entries[:] = [e.clone() for e in entries]
-
-
 def check(request: str, saves: Mapping[str, list[Any]], as_read: Mapping[str, Any]) -> BadCaptureError | None:
     """The error for a save that cannot be an activation, or None.
 

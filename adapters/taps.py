@@ -113,7 +113,7 @@ def dispatch(through: bool) -> None:
     """Whether compiled code calls a tap through torch's dispatcher, or as the Python function that it is.
 
     Inductor writes `torch.ops.tapgrid.tap_pair_.default(...)`, and an overload calls its `_op`. With the caches cold,
-    as they are between two layers, the two idle taps of a layer take 18 to 23 us by way of the dispatcher and 7 to 10
+    as they are between two layers, the two idle taps of a layer take 18 to 23 us by way of the dispatcher and 5 to 10
     without. What is no ordinary tensor (a compiler traces) is dispatched all the same, and so is everything under a
     torch that calls its overloads otherwise. To be settled before anything compiles: an overload hashes as its `_op`.
     """

@@ -118,6 +118,21 @@ def same(got: Sequence[Output], wanted: Sequence[Output], *, bits: bool = True) 
                 assert torch.equal(a.cat(name), b.cat(name)), name
 
 
+def same_entries(got: Sequence[Output], wanted: Sequence[Output]) -> None:
+    """Equal tokens and saves, to the bit and entry by entry."""
+    for a, b in zip(got, wanted, strict=True):
+        assert a.token_ids == b.token_ids
+        assert list(a.saves) == list(b.saves)
+        for name in b.saves:
+            assert len(a.saves[name]) == len(b.saves[name])
+            assert all(torch.equal(p, q) for p, q in zip(a.saves[name], b.saves[name], strict=True)), name
+
+
+def by_hand(stated: Intervention) -> Intervention:
+    """The same as a function, which waits in a greenlet."""
+    return lambda m: stated(m)
+
+
 def capture(*points: tuple[Any, ...]) -> Intervention:
     """Save `(name,)` or `(name, layer)`, under "name" or "name.layer"."""
 

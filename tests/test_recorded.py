@@ -24,9 +24,9 @@ from adapters.points import FAMILIES, Dimensions, Points
 from adapters.recorded import Recorder
 from adapters.rows import Batch, Part, Slab
 from adapters.runtime import Runtime
-from adapters.saves import ordinary
+from adapters.saves import copied
 from harness.models import resolve
-from tests.engines import BOTH, VLLM
+from tests.engines import BOTH, VLLM, by_hand, same_entries
 
 DECLARED = ["resid_post.*", "resid_pre.1", "z.1", "q.0", "mlp_in.2", "mlp_act.1"]
 EVERYTHING = Capture(*DECLARED)
@@ -56,19 +56,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return took
 
 
-def by_hand(stated: Capture) -> Any:
-    """The same as a function, which waits in a greenlet."""
-    return lambda m: stated(m)
-
-
-def same(a: Any, b: Any) -> None:
-    for x, y in zip(a, b, strict=True):
-        assert x.token_ids == y.token_ids
-        assert list(x.saves) == list(y.saves)
-        for name in x.saves:
-            assert all(torch.equal(p, q) for p, q in zip(x.saves[name], y.saves[name], strict=True)), name
-
-
 # ---- first of all: nothing has been recorded yet
 
 
@@ -89,7 +76,7 @@ def test_every_point_is_what_a_function_reads(rt: Runtime, served: list[bool], p
     assert served.count(True) >= 4
     assert False not in served
     served.clear()
-    same(found, rt.run(prompts, by_hand(EVERYTHING), max_new_tokens=4, ignore_eos=True))
+    same_entries(found, rt.run(prompts, by_hand(EVERYTHING), max_new_tokens=4, ignore_eos=True))
     assert True not in served
     for out, prompt in zip(found, prompts, strict=True):
         assert out.cat("resid_post.1").shape == (len(prompt) + 3, 128)
@@ -131,7 +118,7 @@ def test_a_request_may_go_from_one_way_of_serving_to_the_other(rt: Runtime, serv
     # `transformers` computes the rows of a request that has ended along with the others'.
     assert (True in served) == (type(rt.engine).__name__ == "VLLMEngine")
     assert False in served
-    same(outs, functions)
+    same_entries(outs, functions)
     assert [len(out.token_ids) for out in outs] == [6, 2]
 
 
@@ -150,7 +137,7 @@ def test_requests_that_capture_different_points_are_served_one_by_one(rt: Runtim
 def test_what_lies_outside_of_the_graph_is_not_recorded(rt: Runtime, served: list[bool], capture: Capture) -> None:
     found = rt.run(PROMPTS[0], capture, max_new_tokens=2, ignore_eos=True)
     assert True not in served
-    same(found, rt.run(PROMPTS[0], by_hand(capture), max_new_tokens=2, ignore_eos=True))
+    same_entries(found, rt.run(PROMPTS[0], by_hand(capture), max_new_tokens=2, ignore_eos=True))
 
 
 def test_an_installed_capture_is_recorded_and_a_second_one_is_not(rt: Runtime, served: list[bool]) -> None:
@@ -359,7 +346,7 @@ def test_what_was_made_in_inference_mode_becomes_ordinary_each_by_itself() -> No
         batch = torch.randn(6, 4)
         saves = {"a": [batch[:3], batch[3:4]], "b": [torch.randn(2, 4)], "none": [], "heads": [torch.randn(0, 2, 2)]}
     expected = {name: [e.clone() for e in entries] for name, entries in saves.items()}
-    ordinary(saves)
+    saves = copied(saves)
     assert list(saves) == list(expected)
     entries = [e for name in saves for e in saves[name]]
     assert all(torch.equal(e, f) for name in saves for e, f in zip(saves[name], expected[name], strict=True))

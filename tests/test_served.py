@@ -15,7 +15,7 @@ from adapters.points import FAMILIES, LOGITS_KEY, Dimensions, Points
 from adapters.runtime import Runtime
 from adapters.served import Served, served
 from adapters.threads import Threads
-from tests.engines import booted, rt, vllm
+from tests.engines import booted, by_hand, rt, same_entries, vllm
 
 __all__ = ["rt"]
 
@@ -26,29 +26,15 @@ EVERYTHING = Capture(
 )
 
 
-def by_hand(stated: Any) -> Any:
-    """The same as a function, which waits in a greenlet."""
-    return lambda m: stated(m)
-
-
-def same(a: Any, b: Any) -> None:
-    for x, y in zip(a, b, strict=True):
-        assert x.token_ids == y.token_ids
-        assert list(x.saves) == list(y.saves)
-        for name in x.saves:
-            assert len(x.saves[name]) == len(y.saves[name])
-            assert all(torch.equal(p, q) for p, q in zip(x.saves[name], y.saves[name], strict=True)), name
-
-
 # ---- against the same work as a function, on both engines
 
 
 def test_every_point_is_what_a_function_reads(rt: Runtime) -> None:
-    same(
+    same_entries(
         rt.run(PROMPTS, EVERYTHING, max_new_tokens=3, ignore_eos=True),
         rt.run(PROMPTS, by_hand(EVERYTHING), max_new_tokens=3, ignore_eos=True),
     )
-    same(
+    same_entries(
         rt.run(PROMPTS[0], EVERYTHING, max_new_tokens=3, ignore_eos=True),
         rt.run(PROMPTS[0], by_hand(EVERYTHING), max_new_tokens=3, ignore_eos=True),
     )
@@ -63,7 +49,7 @@ def test_an_addition_lands_as_a_functions_does(rt: Runtime, point: str, width: t
     hand = [[by_hand(add), by_hand(watch)] if not point.startswith("logits") else by_hand(add), None, by_hand(watch)]
     found = rt.run(PROMPTS, given, max_new_tokens=3, ignore_eos=True)
     expected = rt.run(PROMPTS, [_both(f) for f in hand], max_new_tokens=3, ignore_eos=True)
-    same(found, expected)
+    same_entries(found, expected)
     plain = rt.run(PROMPTS, watch, max_new_tokens=3, ignore_eos=True)
     assert torch.equal(plain[2].cat("logits"), found[2].cat("logits"))
     if not point.startswith("logits"):
@@ -107,7 +93,7 @@ def test_an_early_chunk_of_a_long_prompt_has_no_logits_and_all_of_its_rows() -> 
     assert out[0].cat("resid_post.0").shape == (len(prompt) + 1, 128)
     assert len(out[0].saves["resid_post.0"]) > 2
     assert [tuple(e.shape) for e in out[0].saves["logits"]] == [(1, 512), (1, 512)]
-    same(
+    same_entries(
         out,
         small.run([prompt, PROMPTS[0]], by_hand(Capture("resid_post.0", "logits")), max_new_tokens=2, ignore_eos=True),
     )
