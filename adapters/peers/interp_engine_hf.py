@@ -171,7 +171,7 @@ class InterpEngineHF:
         found = self._captured(request, [point])
         rows = found.values[point][len(request.token_ids) - 1 :]
         logits = self._engine.decode_residuals(self._model, rows, **self._after_the_head())
-        return Outcome(found.token_ids, {"lens": logits.argmax(-1).cpu()})
+        return Outcome(found.token_ids, {"lens": logits.max(-1).indices.cpu()})
 
     def _after_the_head(self) -> dict[str, Any]:
         """What some families do to their logits after the head, which its own points leave to the caller."""

@@ -71,7 +71,7 @@ def ablate(out: Any, columns: slice, before: Sequence[Site], after: Sequence[Sit
 
 
 def lens(site: Site, head: Any, norm: Any) -> list[Any]:
-    return [head(norm(read(site)[:, -1:])).argmax(-1)]
+    return [head(norm(read(site)[:, -1:])).max(-1).indices]
 
 
 def probe(site: Site, direction: Any) -> list[Any]:

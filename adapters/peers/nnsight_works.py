@@ -54,7 +54,7 @@ def ablate(out: Any, columns: slice, before: Sequence[Site], after: Sequence[Sit
 
 
 def lens(site: Site, logits_processor: Any, head: Any, norm: Any) -> list[Any]:
-    return [logits_processor(head, norm(read(site)[-1:])).argmax(-1)]
+    return [logits_processor(head, norm(read(site)[-1:])).max(-1).indices]
 
 
 def probe(site: Site, direction: Any) -> list[Any]:

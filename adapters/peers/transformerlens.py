@@ -136,7 +136,7 @@ class TransformerLensHF:
                 return [keep(point, kept, "probe", lambda value: value.float() @ w)]
             case Lens(point):
                 norm, head = self._bridge.ln_final.original_component, self._bridge.unembed.original_component
-                return [keep(point, kept, "lens", lambda value: head(norm(value[:, -1:])).argmax(-1))]
+                return [keep(point, kept, "lens", lambda value: head(norm(value[:, -1:])).max(-1).indices)]
             case ForceToken(token):
 
                 def only(value: Any, hook: Any) -> Any:

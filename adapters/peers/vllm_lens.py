@@ -137,7 +137,7 @@ def _hook(work: Capture | Lens | Probe) -> Any:
 
             def best(ctx: Any, h: Any) -> Any:
                 m = ctx.model
-                return m.logits_processor(m.lm_head, m.model.norm(h[-1:])).argmax(-1).cpu()
+                return m.logits_processor(m.lm_head, m.model.norm(h[-1:])).max(-1).indices.cpu()
 
             return Hook(fn=_keeper(best), layer_indices=[layer_of(point)])
         case Probe(point, direction):
