@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from adapters.declared import Add, Capture
+from adapters.declared import Add, Capture, is_stated
 from adapters.errors import PointRefusedError
 from adapters.live import Live
 from adapters.points import Dimensions, Location, Points
+from adapters.sampling import keep_logprobs
 from adapters.taps import declared, hook
 
 _copy = torch.ops.aten.copy_.default  # by its schema: a pass that removes dead code keeps what is mutated
@@ -55,14 +56,23 @@ class Buffers:
     """The buffers of one model, made before it compiles.
 
     Args:
+        taps: the points at which there are taps as well, so that functions may read and write there.
         tokens: the most rows of a pass; `requests`: the most requests in one.
     """
 
     def __init__(
-        self, model: torch.nn.Module, names: Sequence[str], points: Points, *, tokens: int, requests: int
+        self,
+        model: torch.nn.Module,
+        names: Sequence[str],
+        points: Points,
+        taps: Sequence[str] = (),
+        *,
+        tokens: int,
+        requests: int,
     ) -> None:
         self.names, self.points = list(names), points
         self.locations = declared(names, points)
+        self._tapped = {loc.key for loc in declared(taps, points)}
         self._places = {loc: i for i, loc in enumerate(self.locations)}
         self._shapes = [shape_of(loc, points.dims) for loc in self.locations]
         like = next(model.parameters())
@@ -107,28 +117,37 @@ class Buffers:
         """What of a request's interventions runs as Python, and what the graph does.
 
         At a point the graph comes after all Python, adds once and then captures. What is stated in another order (two
-        additions, a capture before one, a function after either) runs as Python, all of it, and in its order.
+        additions, a capture before one, a function after either where the point has a tap, too) runs as Python, all of
+        it, and in its order.
         """
-        first = next((i + 1 for i in reversed(range(len(fns))) if not isinstance(fns[i], Add | Capture)), 0)
-        left, planned, seen = list(fns[:first]), Planned(), set[int]()
-        for part in fns[first:]:
+        last = max((i for i, fn in enumerate(fns) if not is_stated(fn) and fn is not keep_logprobs), default=-1)
+        left, planned, seen = list[Any](), Planned(), set[int]()
+        for i, part in enumerate(fns):
+            if not is_stated(part):
+                left.append(part)
+                continue
             adds = isinstance(part, Add)
             named = [(part.point, self.points.parse(part.point))] if adds else part.places(self.points)
-            here = [(name, loc, self._places[loc]) for name, loc in named if loc in self._places]
+            here = [
+                (name, loc, self._places[loc])
+                for name, loc in named
+                if loc in self._places and (i > last or loc.key not in self._tapped)
+            ]
             if not here:
                 left.append(part)
                 continue
             if adds:
-                ((_, loc, i),) = here
-                if i in seen:
+                ((_, loc, place),) = here
+                if place in seen:
                     return tuple(fns), Planned()
-                part.amount(loc, self._shapes[i], self.table)  # an error is the request's, and now
-                planned.adds[i] = part
+                part.amount(loc, self._shapes[place], self.table)  # an error is the request's, and now
+                planned.adds[place] = part
             else:
                 planned.captures += here
-                if len(here) < len(named):
-                    left.append(Capture(*(name for name, loc in named if loc not in self._places)))
-            seen.update(i for _, _, i in here)
+                graphed = {name for name, _, _ in here}
+                if len(graphed) < len(named):
+                    left.append(Capture(*(name for name, _ in named if name not in graphed)))
+            seen.update(place for _, _, place in here)
         return tuple(left), planned
 
     # ---- a pass

@@ -112,6 +112,11 @@ class Add(Stated):
         x += self.amount(loc, x.shape[1:], x)
 
 
+def is_stated(fn: Any) -> bool:
+    """Whether `fn` does what its fields say and no more; a subclass may do something else when it is called."""
+    return type(fn) in (Add, Capture)
+
+
 def one_by_one(fn: Any) -> tuple[Any, ...]:
     """The interventions that one is made of: each waits for its own points, so their order is not the model's."""
     return fn.parts if isinstance(fn, Turns) else () if fn is None else (fn,)

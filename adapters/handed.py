@@ -102,6 +102,19 @@ def check_counted(loc: Location, value: Any, there: Any, m: Reading) -> None:
             )
 
 
+def refuse_shared(loc: Location, m: Reading) -> None:
+    """A module's input, edited in the memory of a compiled graph: WriteError where others read that as well."""
+    held = next((there for there in m._points.there(loc.key) if there.site.held), None)
+    if held is not None:
+        raise WriteError(
+            at_user_line(
+                f"{loc}: inside a compiled graph an edit of this input would be one of {held}, which others read as "
+                f"well, and nothing was written; write m.{held} where that is meant, else the module's output "
+                f"(request {m.request}, step {m.step})"
+            )
+        )
+
+
 def check_token(value: torch.Tensor, vocab: int) -> None:
     if not 0 <= int(value) < vocab:
         raise WriteError(at_user_line(f"sampled: token id {int(value)} is outside the vocabulary of {vocab}"))

@@ -190,6 +190,7 @@ class Points:
         self._whole = tables[frozenset.intersection(*traits) if traits else frozenset()]
         self.sites: Mapping[str, Site] = {n: s for n, s in self._whole.items() if isinstance(s, Site)}
         self._known: dict[tuple[str, int | None], Location] = {}
+        self._there: dict[tuple[str, str], list[Location]] = {}
         self._stem = ("", "")
 
     def _table(self, traits: frozenset[str]) -> Sites:
@@ -211,6 +212,7 @@ class Points:
             if model is not None and plain.startswith(stem[0]) and _has(model, path):
                 self._stem = stem
                 self._known.clear()
+                self._there.clear()
                 break
         return self
 
@@ -236,6 +238,20 @@ class Points:
         """The location of a point; errors name the layer range, the reason, or near names."""
         found = self._known.get((name, layer))
         return found if found is not None else self._resolve(name, layer)
+
+    def there(self, key: tuple[str, str]) -> list[Location]:
+        """The points that lie at a place (`Location.key`), in the model's order: a fused projection has three.
+
+        >>> points = points_of({"model_type": "llama", "num_hidden_layers": 1}, "vllm")
+        >>> [str(loc) for loc in points.there(points.at("k", 0).key)], points.there(("lm_head", "in"))
+        (['q[0]', 'k[0]', 'v[0]'], [])
+        """
+        if not self._there:
+            for name in self.names():
+                for layer in self.layers(name) if name in PER_LAYER else (None,):
+                    loc = self.at(name, layer)
+                    self._there.setdefault(loc.key, []).append(loc)
+        return self._there.get(key, [])
 
     def parse(self, text: str) -> Location:
         """`"resid_post.15"` or `"logits"` -> its location."""

@@ -30,6 +30,7 @@ from adapters.handed import (
     check_token,
     check_write,
     in_graph,
+    refuse_shared,
     storage_uses,
     versions,
 )
@@ -199,6 +200,8 @@ class Reading:
         live = self.live
         self._il.total = None
         if changed:
+            if type(self._payload) is tuple and loc.rank < 0 and loc.site.side == "in":
+                refuse_shared(loc, self)
             if live.check_finite:
                 check_finite(loc, value, "was written there", self)
             if loc.key is SAMPLED_KEY:

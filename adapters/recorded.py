@@ -85,9 +85,14 @@ class Recorder:
                     if x is None:
                         raise self._il._never(m, loc.key)
                     value = shaped(mine(x[0] if loc.site.lead else x, job.place), loc)
-                    job.live.keep(name, loc, value if loc.scale == 1.0 else value * loc.scale)
+                    if loc.scale != 1.0:
+                        value = value * loc.scale
+                    elif loc.hi or loc.site.part:
+                        value = value.clone()  # a part of a fused projection, which must not keep the whole
+                    job.live.keep(name, loc, value)
                 except Exception as error:
                     wrong = NotInRowsError(f"{loc}: {error}") if isinstance(error, NotInRowsError) else error
+                    wrong.add_note(f"while {loc} was handed out (request {m.request}, step {m.step})")
                     self._il._failed(m, wrong)
                     break
 

@@ -18,6 +18,7 @@ from adapters.points import Location, Points
 from adapters.prompts import Prompt, prompts_of
 from adapters.sampling import LOGPROBS, Sampling, keep_logprobs
 from adapters.saves import joined
+from adapters.taps import refuse_undeclared
 from adapters.trace import steps_of, trace_of
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ class Engine(Protocol):
         in_process: whether the model runs in this process, which `trace` and `steps` need.
         gradients: whether it can run with gradients.
         max_tokens: how many tokens a request may have, prompt and new; None where the model sets no limit.
+        taps: the points that functions reach, where only declared ones are live; None where every place is.
+        buffers: the points at which the graph does what is stated.
     """
 
     points: Points
@@ -102,6 +105,12 @@ class Engine(Protocol):
 
     @property
     def gradients(self) -> bool: ...
+
+    @property
+    def taps(self) -> Sequence[str] | None: ...
+
+    @property
+    def buffers(self) -> Sequence[str]: ...
 
     def run(self, asks: Sequence[Ask]) -> list[Output]: ...
 
@@ -285,6 +294,7 @@ class Runtime:
         sampling = Sampling(max_new_tokens, temperature, seed, () if ignore_eos else self._eos())
         if grad:
             self._check_grad(max_new_tokens)
+        self._refuse_undeclared(own)
         samplings = [replace(sampling, seed=None if seed is None else seed + i) for i in range(n)]
         last = (keep_logprobs,) if logprobs else ()
         return [
@@ -316,6 +326,7 @@ class Runtime:
             raise TypeError(f"an intervention is a function of one argument, not {intervention!r}")
         if name in self._installed:
             raise ValueError(f"an intervention named {name!r} is already installed; remove({name!r}) takes it off")
+        self._refuse_undeclared([intervention])
         self._installed[name] = intervention
 
     def remove(self, name: str) -> None:
@@ -407,6 +418,13 @@ class Runtime:
         if missing:
             raise KeyError(f"edits={missing}: not installed; installed: {', '.join(self._installed) or 'none'}")
         return tuple(fn for n in names for fn in one_by_one(self._installed[n]))
+
+    def _refuse_undeclared(self, given: Sequence[Intervention | None]) -> None:
+        """What is stated says where, so a place that this engine cannot reach is refused before anything runs."""
+        taps = self.engine.taps
+        if taps is not None:
+            for fn in {id(fn): fn for each in given for fn in one_by_one(each)}.values():
+                refuse_undeclared(fn, self.engine.points, taps, self.engine.buffers)
 
     def _eos(self) -> tuple[int, ...]:
         eos: Any = getattr(self.engine, "eos_token_id", None)

@@ -8,7 +8,7 @@ undid the split: each shows here as a count that is not two, or as a write that 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -64,41 +64,40 @@ def _counts(runtime: Runtime, locations: list[Location]) -> list[int]:
 
 
 def _deaf(runtime: Runtime, locations: list[Location]) -> list[Location]:
-    """Taps whose write leaves the logits of that very pass as they were, in prefill or in decode."""
+    """Taps whose write leaves the logits of that very pass as they were, in prefill or in decode.
 
-    def logits(write: Location | None) -> list[torch.Tensor]:
+    A pass at a time: what was written into the prompt shows in the logits of decode, whatever is lost there.
+    """
+
+    def logits(write: Location | None, step: int) -> torch.Tensor:
         def poke(m: Pass) -> None:
-            if write is not None:
+            if write is not None and m.step == step:
                 m._read(write).mul_(-3.0).add_(1.0)
             m.save("logits", m.logits)
             m.sampled[:] = PROMPT[0]
 
-        out: Any = runtime.run([PROMPT], poke, max_new_tokens=2, ignore_eos=True, on_error="return")[0]
+        out: Any = runtime.run([PROMPT], poke, max_new_tokens=1 + step, ignore_eos=True, on_error="return")[0]
         if isinstance(out.error, InterventionError):
             raise LoadError(f"self-test: {out.error}") from out.error
-        return list(out.saves["logits"])
+        return cast(torch.Tensor, out.saves["logits"][step])
 
-    plain = logits(None)
+    plain = [logits(None, step) for step in (0, 1)]
     return [
-        loc
-        for loc in _one_of_each(locations)
-        if any(torch.equal(a, b) for a, b in zip(plain, logits(loc), strict=True))
+        loc for loc in _one_of_each(locations) if any(torch.equal(plain[step], logits(loc, step)) for step in (0, 1))
     ]
 
 
 def check_buffers(runtime: Runtime) -> None:
     """Refuse to serve (LoadError) unless every buffered point is filled in prefill and in decode, and adds."""
     locations: list[Location] = runtime.engine.buffered()  # type: ignore[attr-defined]
-    names = [str(loc).replace("[", ".").rstrip("]") for loc in locations]
+    names = [loc.text for loc in locations]
 
     def run(*work: Add) -> Output:
-        for i, add in enumerate(work):
-            runtime.install(add, name=f"self-test-{i}")
-        try:
-            return runtime.run([PROMPT], Capture(*names), max_new_tokens=2, ignore_eos=True, on_error="return")[0]
-        finally:
-            for i in range(len(work)):
-                runtime.remove(f"self-test-{i}")
+        stated: Any = Capture(*names, "logits")
+        for add in work:
+            stated = add.then(stated)
+        out: Output = runtime.run([PROMPT], stated, max_new_tokens=2, ignore_eos=True, on_error="return")[0]
+        return out
 
     try:
         plain = run()
@@ -106,11 +105,13 @@ def check_buffers(runtime: Runtime) -> None:
         if dead:
             raise LoadError(f"buffers that the graph does not fill: {', '.join(dead)}; {_WHY}")
         for loc in _one_of_each(locations):
-            name = str(loc).replace("[", ".").rstrip("]")
-            row = plain.saves[name][0][0]
-            moved = run(Add(name, torch.ones_like(row), 1024.0)).saves.get(name, ())
-            if len(moved) != 2 or not all((b > a).all() for a, b in zip(plain.saves[name], moved, strict=True)):
-                raise LoadError(f"buffers that add nothing: {name}; {_WHY}")
+            row = plain.saves[loc.text][0][0]
+            moved = run(Add(loc.text, torch.ones_like(row), 1024.0))
+            pairs = list(zip(moved.saves.get(loc.text, ()), plain.saves[loc.text], strict=False))
+            # What is handed out, and what the model goes on with.
+            added = len(pairs) == 2 and all((a > b).all() for a, b in pairs)
+            if not added or torch.equal(moved.saves["logits"][0], plain.saves["logits"][0]):
+                raise LoadError(f"buffers that add nothing: {loc.text}; {_WHY}")
     except BaseException:
         runtime.close()
         raise

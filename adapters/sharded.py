@@ -22,7 +22,7 @@ from adapters.interleave import Host, Interleaver, Key
 from adapters.intervention import Intervention
 from adapters.live import Live
 from adapters.modes import InferenceMode
-from adapters.points import AFTER, BEFORE, LOGITS_KEY, PER_LAYER, SAMPLED_KEY, Points, Site
+from adapters.points import LOGITS_KEY, SAMPLED_KEY, Site
 from adapters.ranks import Ranks, Trail, digest
 from adapters.rows import Rows
 from adapters.splits import Split, gathered, own
@@ -114,7 +114,6 @@ class WholeInterleaver(Interleaver):
         self.sharding, self.ranks = sharding, ranks
         # Logits and tokens are gathered by the engines themselves, on every rank.
         self._splits: dict[Key, Split | None] = {LOGITS_KEY: None, SAMPLED_KEY: None}
-        self._names = _names(host.points)
         # Which tensors of an output ranks hold differently, beside a point that they hold alike.
         self._beside: dict[Key, set[int]] = {}
         # What this rank did, by request; `check_reads` is whether what is read counts too, for requests to come.
@@ -147,7 +146,7 @@ class WholeInterleaver(Interleaver):
 
     def name(self, key: Key) -> str:
         """The points at `key`, or the module."""
-        return self._names.get(key) or f"{key[0]} ({key[1]})"
+        return " ".join(map(str, self.points.there(key))) or f"{key[0]} ({key[1]})"
 
     def _learn(self, key: Key, payload: Any) -> Split | None:
         """How the tensor at `key` is split; one that the plan does not name is compared over the ranks."""
@@ -170,7 +169,7 @@ class WholeInterleaver(Interleaver):
         apart = {
             i for i, x in enumerate(shown) if len(set(self.ranks.agree(f"{self.name(key)} #{i}", int(digest(x))))) > 1
         }
-        if apart and (key not in self._names or key[1] == "in" or 0 in apart):
+        if apart and (not self.points.there(key) or key[1] == "in" or 0 in apart):
             raise ShardingError(
                 f"{self.name(key)} differs between ranks, and the engine's plan does not say how it is split: read the "
                 "input or output of a linear layer beside it; rt.sharding() lists what is known"
@@ -247,13 +246,3 @@ def _tensors(key: Key, payload: Any) -> list[torch.Tensor]:
     else:
         found = [payload] if isinstance(payload, torch.Tensor) else list(payload)
     return [t for t in found if isinstance(t, torch.Tensor)]
-
-
-def _names(points: Points) -> dict[Key, str]:
-    """What the points at a place are called together: "q[0] k[0] v[0]"."""
-    names: dict[Key, list[str]] = {}
-    for name in (*BEFORE, *PER_LAYER, *AFTER):
-        for layer in points.layers(name) if name in PER_LAYER else (None,) if name in points.sites else ():
-            loc = points.at(name, layer)
-            names.setdefault(loc.key, []).append(str(loc))
-    return {key: " ".join(found) for key, found in names.items()}

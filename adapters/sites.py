@@ -133,3 +133,8 @@ class Location:
 
     def __str__(self) -> str:
         return self.name if self.layer is None else f"{self.name}[{self.layer}]"
+
+    @property
+    def text(self) -> str:
+        """The point as `load(taps=...)` and `Capture` name it: "resid_post.15"."""
+        return self.name if self.layer is None else f"{self.name}.{self.layer}"

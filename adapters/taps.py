@@ -11,13 +11,14 @@ the model has gone on, so a view kept by an intervention would be somebody else'
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from adapters.declared import every
-from adapters.errors import LoadError, NotDeclaredError, PointRefusedError, at_user_line
+from adapters.declared import Add, every, is_stated
+from adapters.errors import InterventionError, LoadError, NotDeclaredError, PointRefusedError, at_user_line
 from adapters.interleave import Interleaver, Key, no_such_module
 from adapters.points import LOGITS_KEY, SAMPLED_KEY, Location, Points
 
@@ -31,8 +32,11 @@ _LIBRARY = torch.library.Library("tapgrid", "DEF")
 # The id is data: as a constant it would make every layer's graph another one, to be compiled for itself. It is the
 # address of the tensor that holds it, for its address a tensor tells without another operator: of the 19 us that an
 # idle tap took with its caches cold, as they are between two layers, reading a value took 9.
-_LIBRARY.define("tap_(Tensor(a!) x, Tensor id) -> ()")
-_LIBRARY.define("tap_pair_(Tensor(a!) hidden, Tensor(b!) residual, Tensor id) -> ()")
+# The tag: what inductor captures as CUDA graphs ends before a tap and begins again after it.
+_LIBRARY.define("tap_(Tensor(a!) x, Tensor id) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
+_LIBRARY.define(
+    "tap_pair_(Tensor(a!) hidden, Tensor(b!) residual, Tensor id) -> ()", tags=(torch.Tag.cudagraph_unsafe,)
+)
 
 
 # The key itself and not its name, which is parsed at every call: 0.1 us against 1.9.
@@ -142,11 +146,51 @@ def declared(taps: Sequence[str], points: Points) -> list[Location]:
     return sorted(found.values(), key=lambda loc: loc.rank)
 
 
+def has_no_tap(taps: Sequence[str], buffers: Sequence[str], more: str | None) -> str:
+    """Why something cannot be reached, and the `load` that reaches it; `more` is the point that would be declared.
+
+    >>> has_no_tap(["z.1"], [], "k.1")
+    "has no tap: this engine was loaded with taps=['z.1']; load(..., backend='taps', taps=['z.1', 'k.1']) has one"
+    """
+    also = f" and buffers={list(buffers)}, where the graph captures and adds once, and no more" if buffers else ""
+    line = (
+        f"load(..., backend='taps', taps={[*taps, more]}) has one"
+        if more is not None
+        else "no point lies there that could be declared; backend='eager' reaches every module"
+    )
+    return f"has no tap: this engine was loaded with taps={list(taps)}{also}; {line}"
+
+
+@functools.lru_cache(maxsize=16)
+def _reached(names: tuple[str, ...], points: Points) -> frozenset[Key]:
+    return frozenset({LOGITS_KEY, SAMPLED_KEY, *(loc.key for loc in declared(names, points))})
+
+
+def refuse_undeclared(fn: Any, points: Points, taps: Sequence[str], buffers: Sequence[str]) -> None:
+    """NotDeclaredError for stated work at a place that has neither tap nor buffer: seen before anything runs.
+
+    What a function reads is seen when it reads. A point that does not exist is the error of its own request.
+    """
+    if not is_stated(fn):
+        return
+    reached = _reached((*taps, *buffers), points)
+    for point in (fn.point,) if isinstance(fn, Add) else fn.points:
+        try:
+            places = every(point, points)
+        except (InterventionError, LookupError):
+            continue
+        for _, loc in places:
+            if loc.key not in reached:
+                raise NotDeclaredError(at_user_line(f"{type(fn).__name__}: {loc} {has_no_tap(taps, buffers, point)}"))
+
+
 class Taps:
     """The taps of one model: inserted once before it compiles, armed while some live intervention waits at them."""
 
-    def __init__(self, model: torch.nn.Module, taps: Sequence[str], points: Points) -> None:
-        self.names = list(taps)
+    def __init__(
+        self, model: torch.nn.Module, taps: Sequence[str], points: Points, buffers: Sequence[str] = ()
+    ) -> None:
+        self.names, self.buffers, self._points = list(taps), list(buffers), points
         self._ids: dict[Key, torch.Tensor] = {}
         self._prefix: dict[Key, tuple[None, ...]] = {}
         for loc in declared(taps, points):
@@ -160,12 +204,10 @@ class Taps:
         if key in self._armed or key is LOGITS_KEY or key is SAMPLED_KEY:
             return
         if key not in self._ids:
-            raise NotDeclaredError(
-                at_user_line(
-                    f"{key[0]} ({'input' if key[1] == 'in' else 'output'}) has no tap: this engine was loaded with "
-                    f"taps={self.names}. Add the point to that list in load(..., backend='taps', taps=[...])"
-                )
-            )
+            there = self._points.there(key)
+            place = f"{key[0]} ({'input' if key[1] == 'in' else 'output'})"
+            what, more = (f"{there[0]}, {place},", there[0].text) if there else (place, None)
+            raise NotDeclaredError(at_user_line(f"{what} {has_no_tap(self.names, self.buffers, more)}"))
         id = int(self._ids[key])
         if id != self._ids[key].data_ptr():
             raise LoadError(
@@ -232,7 +274,7 @@ def hook(model: torch.nn.Module, loc: Location, do: Callable[[Any, torch.Tensor,
             do(module, kwargs[site.arg], kwargs.get("residual") if site.form == "pair" else None)
         else:
             second = args[site.index + 1] if site.form == "pair" and len(args) > site.index + 1 else None
-            do(module, args[site.index], second)
+            do(module, args[site.index], kwargs.get("residual") if site.form == "pair" and second is None else second)
 
     if loc.key[1] == "out":
         module.register_forward_hook(out)

@@ -164,11 +164,17 @@ KINDS: dict[str, Kind] = {
     "capture-all": Kind("hand back every layer's residual at every step", _capture_all),
     "capture-1-x8": Kind("capture one layer, 8 requests at once", _capture, plain="generate-x8", requests=8),
     "capture-1-x32": Kind("capture one layer, 32 requests at once", _capture, plain="generate-x32", requests=32),
+    "capture-all-x8": Kind("capture every layer, 8 requests at once", _capture_all, plain="generate-x8", requests=8),
     "steer": Kind("add a vector at one layer, every token", _steer),
+    "steer-x8": Kind("steer, 8 requests at once", _steer, plain="generate-x8", requests=8),
     "lens": Kind("unembed one layer at every step", _lens),
+    "lens-x8": Kind("unembed one layer, 8 requests at once", _lens, plain="generate-x8", requests=8),
     "probe": Kind("project one layer on a direction, every token", _probe),
+    "probe-x8": Kind("project one layer, 8 requests at once", _probe, plain="generate-x8", requests=8),
     "ablate-head": Kind("zero one attention head, every token", _ablate),
+    "ablate-head-x8": Kind("zero one head, 8 requests at once", _ablate, plain="generate-x8", requests=8),
     "force-token": Kind("override the sampled token at every step", _force),
+    "force-token-x8": Kind("override the token, 8 requests at once", _force, plain="generate-x8", requests=8),
     "forward": Kind("one forward, capture one layer", _capture, "s", "forward", new_tokens=1),
     "sweep": Kind(
         "many one-token requests, capture one layer, each with its own intervention", _capture, "s", "sweep", 64, 1

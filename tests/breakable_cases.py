@@ -32,7 +32,7 @@ from adapters.errors import LoadError
 from adapters.runtime import Output, Runtime
 from harness.models import resolve
 
-SMALL: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "skip_tokenizer_init": True}
+SMALL: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 8, "skip_tokenizer_init": True}
 DECLARED = ["resid_post.*", "z.1", "mlp_act.0"]
 BUFFERED = ["resid_post.1"]
 TAPS, LAYERS, SIZES = 5, 3, list(range(1, 9))
@@ -105,9 +105,13 @@ def load_as_on_a_gpu(runner: Any, *args: Any, **kwargs: Any) -> None:
 
 def modes_of_a_gpu(runner: Any, *args: Any, **kwargs: Any) -> None:
     """What a GPU's attention can do: graphs of both kinds. Each is captured here when it first comes."""
+    runner.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    capture_sizes(runner, SIZES)
+
+
+def capture_sizes(runner: Any, sizes: list[int]) -> None:
     config = runner.compilation_config
-    config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
-    config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = SIZES, SIZES[-1]
+    config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = sizes, sizes[-1]
     runner.cudagraph_dispatcher.initialize_cudagraph_keys(config.cudagraph_mode, uniform_decode_query_len=1)
 
 
@@ -222,6 +226,40 @@ def test_what_is_stated_runs_in_whole_graphs(rt: Runtime, steps: Steps) -> None:
         for _ in range(2):
             same(generate(rt, work), wanted)
         assert steps.modes == (["NONE"] + ["FULL"] * (STEPS - 1)) * 2
+
+
+@pytest.mark.parametrize("n", [3, 5, 7])
+def test_a_batch_that_is_padded_to_a_graph_gives_exactly_its_rows(rt: Runtime, steps: Steps, n: int) -> None:
+    """Graphs of 1, 4 and 8 rows: there are rows that are nobody's in every decode step."""
+    prompts = [[k + 3, 101 + k, 7] for k in range(n)]
+    seen: list[tuple[int, int]] = []  # of each pass with edits: rows of the batch, and of this request
+
+    def fn(m: Any) -> None:
+        m.resid_post[0] += 0.5
+        seen.append((m._payload[0].shape[0], m.tokens))
+        look(m)
+
+    steps.on = False
+    wanted = generate(rt, fn, prompts), generate(rt, Capture("resid_post.*"), prompts)
+    steps.on = True
+    runner, sizes = rt.engine.host.runner, [1, 4, 8]  # type: ignore[attr-defined]
+    capture_sizes(runner, sizes)
+    runner.model.clear_graphs()
+    seen.clear()
+    steps.modes.clear()
+    try:
+        for _ in range(2):
+            for work, want in zip((fn, Capture("resid_post.*")), wanted, strict=True):
+                for a, b in zip(generate(rt, work, prompts), want, strict=True):
+                    assert a.token_ids == b.token_ids
+                    for name, entries in b.saves.items():
+                        assert [x.shape for x in a.saves[name]] == [x.shape for x in entries]
+                        torch.testing.assert_close(a.cat(name), b.cat(name), atol=1e-5, rtol=1e-5)
+        assert steps.modes.count("PIECEWISE") == 4 * (STEPS - 1)
+        assert {rows for rows, tokens in seen if tokens == 1} == {4 if n == 3 else 8}
+    finally:
+        capture_sizes(runner, SIZES)
+        runner.model.clear_graphs()
 
 
 def test_a_kept_read_is_of_its_own_step(rt: Runtime) -> None:

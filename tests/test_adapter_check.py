@@ -83,7 +83,7 @@ def check(folder: Path, *argv: str, path: Path | None = None) -> subprocess.Comp
     own = [str(ROOT), *([str(path)] if path else [])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(own)}
     command = [sys.executable, "-P", "-m", "harness.cli", *argv]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=580)
 
 
 @pytest.mark.engine

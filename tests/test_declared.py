@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from adapters.errors import LoadError, NotDeclaredError, PointRefusedError, Unkn
 from adapters.live import Live
 from adapters.points import FAMILIES, Dimensions, Points
 from adapters.runtime import Runtime
+from adapters.sampling import keep_logprobs
 from adapters.selftest import check_buffers
 from harness.models import resolve
 from tests.engines import assert_clean, booted
@@ -26,6 +28,15 @@ from tests.engines import assert_clean, booted
 DIMS = Dimensions(layers=3, d_model=8, heads=2, kv_heads=1, head_dim=4, d_mlp=16, vocab=50)
 POINTS = Points(FAMILIES["llama"], "vllm", DIMS)
 PROMPTS = [[k, *range(100, 103 + 2 * k)] for k in range(7)]
+
+
+@pytest.fixture(autouse=True)
+def armed() -> Iterator[None]:
+    """An id is an address, which another tensor may have after a test that failed: nothing is left at it."""
+    before = dict(taps._ARMED)
+    yield
+    taps._ARMED.clear()
+    taps._ARMED.update(before)
 
 
 def python(*stated: Any) -> Any:
@@ -168,7 +179,7 @@ class Toy(torch.nn.Module):
 
 def toy(dtype: torch.dtype, *names: str, requests: int = 2) -> tuple[Toy, Buffers]:
     model = Toy(dtype)
-    return model, Buffers(model, names, POINTS, tokens=16, requests=requests)
+    return model, Buffers(model, names, POINTS, names, tokens=16, requests=requests)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -302,6 +313,16 @@ A0, A1, C0, C1 = (
 FAR = Capture("resid_post.2", "resid_post.0")
 
 
+class Rows(Capture):
+    """A subclass does what it says itself."""
+
+    def __call__(self, m: Any) -> None:
+        m.save("first", m.resid_post[0][:1])
+
+
+OWN = Rows("resid_post.0")
+
+
 @pytest.mark.parametrize(
     ("fns", "left", "adds", "captures"),
     [
@@ -314,6 +335,10 @@ FAR = Capture("resid_post.2", "resid_post.0")
         ((A0, A1, C0, C1), (), [A0, A1], ["resid_post.0", "resid_post.1"]),
         ((FAR,), (Capture("resid_post.2"),), [], ["resid_post.0"]),  # no buffer at layer 2
         ((Capture("logits"),), (Capture("logits"),), [], []),
+        ((A0, C0, keep_logprobs), (keep_logprobs,), [A0], ["resid_post.0"]),  # it reads none of these points
+        ((A0, look, C0, keep_logprobs), (A0, look, keep_logprobs), [], ["resid_post.0"]),
+        ((OWN,), (OWN,), [], []),
+        ((A1, OWN, C1), (A1, OWN), [], ["resid_post.1"]),
         ((), (), [], []),
     ],
 )
@@ -321,6 +346,27 @@ def test_what_the_graph_takes_and_what_is_left_to_python(
     fns: tuple[Any, ...], left: tuple[Any, ...], adds: list[Add], captures: list[str]
 ) -> None:
     _, buffers = toy(torch.float32, "resid_post.0", "resid_post.1")
+    got, planned = buffers.split(fns)
+    assert got == left
+    assert list(planned.adds.values()) == adds
+    assert [name for name, _, _ in planned.captures] == captures
+
+
+@pytest.mark.parametrize(
+    ("fns", "left", "adds", "captures"),
+    [
+        ((A0, look), (look,), [A0], []),
+        ((A0, C0, look), (look,), [A0], ["resid_post.0"]),
+        ((FAR, look), (Capture("resid_post.2"), look), [], ["resid_post.0"]),
+        ((A0, A1, look), (A1, look), [A0], []),  # at layer 1 there is a tap, too
+        ((A0, look, A0), (A0, look, A0), [], []),
+    ],
+)
+def test_where_no_function_can_be_the_graph_does_what_is_stated_before_one(
+    fns: tuple[Any, ...], left: tuple[Any, ...], adds: list[Add], captures: list[str]
+) -> None:
+    both = ["resid_post.0", "resid_post.1"]
+    buffers = Buffers(Toy(torch.float32), both, POINTS, ["resid_post.1"], tokens=16, requests=2)
     got, planned = buffers.split(fns)
     assert got == left
     assert list(planned.adds.values()) == adds
@@ -428,6 +474,9 @@ def test_the_graph_runs_no_python_in_a_pass(rt: Runtime, monkeypatch: pytest.Mon
     rt.remove("steer")
     assert busy
     assert not any(busy)
+    busy.clear()
+    rt.run(PROMPTS[:3], [lambda m: m.stop(), None, Capture("resid_post.1")], max_new_tokens=4, ignore_eos=True)
+    assert busy == [True, False, False, False], "a request that has ended keeps no graph from running"
     assert [o.cat("resid_post.2").shape for o in out] == [(len(p) + 3, 128) for p in PROMPTS]
 
 
@@ -445,7 +494,11 @@ def test_swapping_stated_work_recompiles_nothing(rt: Runtime) -> None:
     before = compiled()
     for i in range(10):
         point = f"resid_post.{i % 3}"
-        work: list[Any] = [Capture(point), Add(point, torch.full((128,), float(i))), look]
+        work: list[Any] = [
+            Capture(point),
+            Add(point, torch.full((128,), float(i))),
+            lambda m, i=i: m.save("x", m.resid_post[i % 3] * i),  # at a tap
+        ]
         rt.run(PROMPTS[: 1 + i % 3], work[: 1 + i % 3], max_new_tokens=2, ignore_eos=True)
     assert compiled() == before
 
@@ -453,13 +506,21 @@ def test_swapping_stated_work_recompiles_nothing(rt: Runtime) -> None:
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_an_undeclared_point_and_a_wrong_vector_end_their_own_request(rt: Runtime) -> None:
-    work = [Capture("mlp_out.0"), Add("z.1", torch.ones(7)), Capture("z.1")]
+    work: list[Any] = [lambda m: m.mlp_out[0], Add("z.1", torch.ones(7)), Capture("z.1")]
     out = rt.run(PROMPTS[:3], work, max_new_tokens=3, ignore_eos=True, on_error="return")
     assert isinstance(out[0].error, NotDeclaredError)
-    assert "Add the point to that list in load(..., backend='taps', taps=[...])" in str(out[0].error)
+    line = "load(..., backend='taps', taps=['resid_post.*', 'z.1', 'mlp_out.0'])"
+    assert line in str(out[0].error)
     assert isinstance(out[1].error, WriteError)
     assert out[2].cat("z.1").shape == (len(PROMPTS[2]) + 2, 4, 32)
     assert_idle(rt)
+    ran: list[Any] = []
+    for stated in (Capture("mlp_out.0"), Add("mlp_out.0", torch.ones(128))):
+        with pytest.raises(NotDeclaredError, match=re.escape(line)):
+            rt.run(PROMPTS[:2], [stated, ran.append], max_new_tokens=3, ignore_eos=True, on_error="return")
+        with pytest.raises(NotDeclaredError, match=re.escape(line)):
+            rt.install(stated, name="nowhere")
+    assert not ran, "a neighbour ran before what could be seen was refused"
 
 
 @pytest.mark.engine
@@ -488,6 +549,20 @@ def test_dead_buffers_are_caught_by_the_self_test(rt: Runtime, monkeypatch: pyte
             check_buffers(rt)
     with monkeypatch.context() as swapped:
         swapped.setattr(host.buffers, "slots", torch.zeros_like(host.buffers.slots))
+        with pytest.raises(LoadError, match="add nothing: "):
+            check_buffers(rt)
+    with monkeypatch.context() as swapped:
+        # Rows that are handed out as if something had been added to them, of a model that goes on without it.
+        whole = host.buffers._hand_out
+
+        def pretend(part: Any) -> None:
+            whole(part)
+            for name in ("resid_post.0", "resid_post.1", "resid_post.2", "z.1"):
+                part.live.saves[name][-1] += 1024.0 * bool(wanted)
+
+        wanted: list[int] = []
+        swapped.setattr(host.buffers, "begin", lambda parts: wanted.extend(1 for p in parts if p.planned.adds))
+        swapped.setattr(host.buffers, "_hand_out", pretend)
         with pytest.raises(LoadError, match="add nothing: "):
             check_buffers(rt)
     check_buffers(rt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,15 @@ from harness.twins import TWINS
 
 vllm_config = pytest.importorskip("vllm.config", reason="vLLM is what is tested here: run `make install`")
 pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(autouse=True)
+def armed() -> Iterator[None]:
+    """An id is an address, which another tensor may have after a test that failed: nothing is left at it."""
+    before = dict(taps._ARMED)
+    yield
+    taps._ARMED.clear()
+    taps._ARMED.update(before)
 
 
 @pytest.fixture
@@ -273,7 +282,7 @@ def test_taps_between_replayed_pieces_read_and_write_the_captured_buffers() -> N
 # ---- models that vLLM does not compile
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_whole_engine_with_graphs_that_are_broken_at_taps() -> None:
     """What is compared is in breakable_cases.py: what a replay calls and in which order, idle and busy."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -281,7 +290,7 @@ def test_a_whole_engine_with_graphs_that_are_broken_at_taps() -> None:
     env = os.environ | {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, str(cases)], cwd=cases.parent.parent, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "12 passed" in done.stdout
+    assert "15 passed" in done.stdout
 
 
 class Uncompiled:

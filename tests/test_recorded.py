@@ -33,6 +33,9 @@ EVERYTHING = Capture(*DECLARED)
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 
 
+pytestmark = pytest.mark.timeout(600)  # a compiled engine may take minutes to boot
+
+
 @pytest.fixture(scope="module", params=BOTH)
 def rt(request: pytest.FixtureRequest) -> Iterator[Runtime]:
     """Compiled engines of both kinds with the same taps."""
@@ -103,7 +106,7 @@ def test_a_neighbour_without_captures_sends_the_pass_to_the_interleaver(rt: Runt
     assert True not in served
     assert mixed[0].saves.keys() == alone[0].saves.keys()
     for name in mixed[0].saves:
-        torch.testing.assert_close(mixed[0].cat(name), alone[0].cat(name))
+        torch.testing.assert_close(mixed[0].cat(name), alone[0].cat(name), atol=1e-4, rtol=1e-4)
     assert mixed[1].saves == {}
 
 
@@ -162,8 +165,9 @@ def test_check_finite_looks_at_every_read(rt: Runtime, served: list[bool]) -> No
 
 
 def test_an_undeclared_and_an_unknown_point_are_refused_as_ever(rt: Runtime, served: list[bool]) -> None:
-    with pytest.raises(NotDeclaredError, match="has no tap"):
+    with pytest.raises(NotDeclaredError, match=r"Capture: attn_out\[1\] has no tap.*'attn_out.1'\]\) has one"):
         rt.run(PROMPTS[0], Capture("resid_post.1", "attn_out.1"), max_new_tokens=2, ignore_eos=True)
+    assert served == [], "it is refused before anything runs"
     with pytest.raises((UnknownPointError, IndexError)):
         rt.run(PROMPTS[0], Capture("resid_post.99"), max_new_tokens=2, ignore_eos=True)
     assert rt.run(PROMPTS[0], Capture("resid_post.1"), max_new_tokens=2, ignore_eos=True)[0].error is None

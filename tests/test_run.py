@@ -324,7 +324,7 @@ def all_measured_once(store: Store) -> bool:
 def test_ctrl_c_loses_the_running_cell_and_the_same_command_goes_on(tmp_path: Path) -> None:
     process, path = in_hang(tmp_path)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=20)
+    _, said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "interrupted in round 1, fake-b, steer" in said
     assert "give the same command again" in said

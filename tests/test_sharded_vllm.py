@@ -336,7 +336,7 @@ def test_taps_of_a_compiled_model_are_whole(one: Runtime) -> None:
     with rt:
         assert max(by_point(run(rt, fn, check_ranks=True), run(one, fn)).values()) < TOLERANCE
         assert [o.token_ids for o in run(rt)] == [o.token_ids for o in run(one)]
-        with pytest.raises(NotDeclaredError, match=r"layers.0.mlp.down_proj .input. has no tap"):
+        with pytest.raises(NotDeclaredError, match=r"mlp_act.0., model.layers.0.mlp.down_proj .input., has no tap"):
             run(rt, lambda m: m.mlp_act[0])
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adapters import boot, taps
 from adapters.boot import load
+from adapters.declared import Capture
 from adapters.engines import hf_taps as hf_taps_engine
-from adapters.errors import LoadError, NotDeclaredError, UnknownPointError
-from adapters.points import FAMILIES, Dimensions, Points
+from adapters.errors import LoadError, NotDeclaredError, UnknownPointError, WriteError
+from adapters.points import FAMILIES, PER_LAYER, Dimensions, Location, Points, points_of
 from adapters.runtime import Runtime
-from adapters.selftest import check_taps
+from adapters.selftest import PROMPT, check_taps
 from harness.models import resolve
 
 DIMS = Dimensions(layers=4, d_model=64, heads=4, kv_heads=2, head_dim=16, d_mlp=128, vocab=100)
@@ -43,6 +46,12 @@ def tap() -> Iterator[torch.Tensor]:
 
 
 # ---- the operator
+
+
+def test_cuda_graphs_end_before_a_tap() -> None:
+    """Inside of one its Python would run when the graph is captured, and never again."""
+    for operator in (torch.ops.tapgrid.tap_.default, torch.ops.tapgrid.tap_pair_.default):
+        assert torch.Tag.cudagraph_unsafe in operator.tags
 
 
 def test_an_idle_tap_changes_nothing(tap: torch.Tensor) -> None:
@@ -237,6 +246,23 @@ def test_load_refuses_what_does_not_fit_together(arguments: dict[str, Any], says
         load(resolve("synthetic:llama"), engine="hf", **arguments)
 
 
+@pytest.mark.parametrize("by_name", [(), ("residual",), ("hidden_states", "residual")], ids=len)
+def test_a_residual_that_is_kept_apart_is_found_however_it_is_passed(by_name: tuple[str, ...]) -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+            return hidden_states + residual
+
+    model = torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.layers = torch.nn.ModuleList([Layer()])
+    found: list[Any] = []
+    loc = Points(FAMILIES["llama"], "vllm", DIMS).at("resid_pre", 0)
+    layer = taps.hook(model, loc, lambda module, x, second: found.append((x, second)))
+    given = {name: torch.full((2, 3), float(i)) for i, name in enumerate(("positions", "hidden_states", "residual"))}
+    layer(*(x for name, x in given.items() if name not in by_name), **{name: given[name] for name in by_name})
+    assert [(x is given["hidden_states"], second is given["residual"]) for x, second in found] == [(True, True)]
+
+
 # ---- compiled transformers
 
 
@@ -323,12 +349,73 @@ def test_bystanders_are_bit_equal_and_an_undeclared_point_is_refused_at_the_user
         edited = rt.run(PROMPTS, [edit, lambda m: m.save("logits", m.logits), edit], max_new_tokens=4, ignore_eos=True)
         assert torch.equal(idle[1].cat("logits"), edited[1].cat("logits"))
         assert not torch.equal(idle[0].cat("logits"), edited[0].cat("logits"))
-        with pytest.raises(NotDeclaredError, match=r"(?s)taps=\['resid_post.\*', 'z.1', 'q.0'\].*test_taps.py"):
+        line = r"mlp_out\[1\], .*taps=\['resid_post.\*', 'z.1', 'q.0', 'mlp_out.1'\]\) has one \(at .*test_taps.py"
+        with pytest.raises(NotDeclaredError, match=line):
             rt.run(PROMPTS, lambda m: m.mlp_out[1])
+        with pytest.raises(NotDeclaredError, match=r"no point lies there .*backend='eager'"):
+            rt.run(PROMPTS, lambda m: m.at("model.layers.1.mlp.act_fn").output)
         assert len(rt.engine.hooks) == 0
         rt.engine.model.share_memory()  # type: ignore[attr-defined]
         with pytest.raises(LoadError, match="has been moved"):
             rt.run(PROMPTS, lambda m: m.resid_post[1])
+
+
+@pytest.mark.engine
+def test_a_bystander_without_work_has_the_logits_of_an_idle_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hf_taps() as rt:
+        engine: Any = rt.engine
+        plain, seen = engine._forward, list[torch.Tensor]()
+
+        def forward(*arguments: Any) -> Any:
+            logits, cache = plain(*arguments)
+            seen.append(logits[1].clone())
+            return logits, cache
+
+        monkeypatch.setattr(engine, "_forward", forward)
+        idle = rt.run(PROMPTS, max_new_tokens=4, ignore_eos=True)
+        alone = list(seen)
+        seen.clear()
+        edited = rt.run(PROMPTS, [edit, None, edit], max_new_tokens=4, ignore_eos=True)
+        assert len(alone) == len(seen) == 4
+        assert all(map(torch.equal, alone, seen))
+        assert edited[1].token_ids == idle[1].token_ids
+
+
+@pytest.mark.engine
+def test_an_edit_of_an_input_that_others_read_is_refused_and_changes_nothing() -> None:
+    """On the eager backend such an input is the module's own; inside a graph the residual stream would change as well,
+    without a word."""
+
+    def norms(m: Any) -> None:
+        m.at("model.layers.1.post_attention_layernorm").input[:] = 0
+
+    with hf_taps(declared=("resid_mid.1", "z.1")) as rt:
+        plain = rt.run(PROMPTS, max_new_tokens=3, ignore_eos=True)
+        with pytest.raises(WriteError, match=r"one of resid_mid\[1\], .*write m.resid_mid\[1\] .*step 0\)") as caught:
+            rt.run(PROMPTS, [norms, None, None], max_new_tokens=3, ignore_eos=True)
+        assert [o.token_ids for o in caught.value.outputs[1:]] == [o.token_ids for o in plain[1:]]  # type: ignore[attr-defined]
+
+        def heads(m: Any) -> None:
+            m.at("model.layers.1.self_attn.o_proj").input[:, :32] = 0
+            m.save("z", m.z[1])
+
+        out = rt.run(PROMPTS[0], heads, max_new_tokens=2, ignore_eos=True)[0]
+        assert not out.cat("z")[:, 0].any(), "an input that is read by its module alone may be edited by its path"
+        assert out.cat("z")[:, 1].any()
+
+
+@pytest.mark.engine
+def test_a_closed_engine_keeps_no_model() -> None:
+    rt = hf_taps()
+    rt.run(PROMPTS, edit, max_new_tokens=2, ignore_eos=True)
+    engine: Any = rt.engine
+    held = weakref.ref(next(engine.model.parameters()))
+    caches = [weakref.ref(cache) for cache, _ in engine._caches.values()]
+    assert caches
+    rt.close()
+    gc.collect()
+    assert held() is None
+    assert [cache() for cache in caches] == [None] * len(caches)
 
 
 @pytest.mark.engine
@@ -408,6 +495,24 @@ def test_taps_whose_writes_are_lost_are_caught(monkeypatch: pytest.MonkeyPatch) 
         check_taps(rt)
 
 
+@pytest.mark.parametrize(("rows", "when"), [(1, "decode"), (len(PROMPT), "the prompt")])
+@pytest.mark.engine
+def test_writes_that_are_lost_in_some_passes_only_are_caught(
+    rows: int, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written into the prompt changes the logits of decode, so each has to be written by itself."""
+    honest = taps._call
+
+    def call(callback: Any, *parts: torch.Tensor) -> None:
+        lost = parts[0].shape[-2] == rows
+        honest(callback, *((p.clone() for p in parts) if lost else parts))
+
+    monkeypatch.setattr(taps, "_call", call)
+    rt = _boot_broken(monkeypatch, lambda rt: None)
+    with pytest.raises(LoadError, match="writes change nothing"):
+        check_taps(rt)
+
+
 @pytest.mark.engine
 def test_layers_that_share_the_code_of_one_with_other_taps_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks are not guarded: without code of its own, a layer runs the taps of another layer's graph, or none."""
@@ -439,9 +544,36 @@ def edit_post(m: Any) -> None:
 
 @pytest.fixture(scope="module")
 def vllm_taps() -> Iterator[Runtime]:
-    declared = ["resid_post.*", "z.1", "q.0", "mlp_act.0", "resid_mid.1"]
-    with load(resolve("synthetic:llama"), engine="vllm", backend="taps", taps=declared, dtype="float32") as rt:
+    with load(resolve("synthetic:llama"), engine="vllm", backend="taps", taps=everything(), dtype="float32") as rt:
         yield rt
+
+
+def everything() -> list[str]:
+    """Every point that can have a tap."""
+    points = points_of(json.loads((resolve("synthetic:llama") / "config.json").read_text()), "vllm")
+
+    def first(name: str) -> Location:
+        return points.at(name, 0 if name in PER_LAYER else None)
+
+    names = [n for n in points.names() if n not in ("logits", "sampled") and first(n).site.in_place]
+    return [f"{n}.*" if n in PER_LAYER else n for n in names]
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("as_function", [False, True], ids=["stated", "function"])
+def test_every_point_of_compiled_vllm_equals_eager(vllm_taps: Runtime, eager: Runtime, as_function: bool) -> None:
+    """At every layer, prompt and decode, alone and with seven neighbours."""
+    named = everything()
+    assert {"embed", "resid_pre.*", "q.*", "k.*", "v.*", "z.*", "mlp_act.*", "resid_post.*", "final_norm"} <= set(named)
+    capture = Capture(*named, "logits")
+    work = (lambda m: capture(m)) if as_function else capture
+    prompts = [[k + 3, *range(100, 103 + 2 * k)] for k in range(8)]
+    for some in (prompts[3:4], prompts):
+        a = vllm_taps.run(some, work, max_new_tokens=5, ignore_eos=True)
+        same(a, eager.run(some, work, max_new_tokens=5, ignore_eos=True), 2e-5)
+        assert len(a[0].saves) == len(capture.places(vllm_taps.engine.points))
+        assert all(o.cat("z.2").shape[0] == len(p) + 4 for o, p in zip(a, some, strict=True))
 
 
 @pytest.mark.engine

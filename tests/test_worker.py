@@ -137,7 +137,7 @@ def test_a_worker_that_dies_says_how(folder: Path, plant: dict[str, Any], said: 
 @pytest.mark.parametrize(("where", "phase"), [("boot", "boot"), ("steer", "timed runs"), ("close", "close")])
 def test_a_hang_ends_at_its_limit(folder: Path, where: str, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.child.GRACE", 0.4)
-    limits = Limits(boot=30 if where != "boot" else 1.5, validate=30, cell=1.2)
+    limits = Limits(boot=1.5 if where == "boot" else 30, validate=30, cell=1.2 if where == "steer" else 30)
     begin = time.monotonic()
     with pytest.raises(Hang, match=phase):
         everything(start(folder, spec(folder), limits, **{"fake-a": {"hang": where}}))

@@ -33,8 +33,9 @@ def row(name: str, **knobs: int) -> Row:
 
 def test_the_rows_are_in_canonical_order() -> None:
     wanted = (
-        "generate generate-x8 generate-x32 capture-1 capture-all capture-1-x8 capture-1-x32 steer lens probe "
-        "ablate-head force-token forward sweep sweep-installed gradient"
+        "generate generate-x8 generate-x32 capture-1 capture-all capture-1-x8 capture-1-x32 capture-all-x8 "
+        "steer steer-x8 lens lens-x8 probe probe-x8 ablate-head ablate-head-x8 force-token force-token-x8 "
+        "forward sweep sweep-installed gradient"
     )
     assert list(KINDS) == wanted.split()
 
@@ -158,7 +159,8 @@ def test_a_value_is_a_number_or_none(name: str, tokens: int, seconds: float, wan
 def test_the_plain_row_of_each_row() -> None:
     plain = {n: k.plain for n, k in KINDS.items()}
     assert plain["capture-all"] == plain["force-token"] == "generate"
-    assert plain["capture-1-x8"] == "generate-x8"
+    assert {p for n, p in plain.items() if n.endswith("-x8")} == {"generate-x8"}
+    assert {n: k.requests for n, k in KINDS.items() if n.endswith("-x8")} == {n: 8 for n in KINDS if n.endswith("-x8")}
     assert plain["capture-1-x32"] == "generate-x32"
     assert plain["sweep-installed"] == plain["sweep"] == "sweep"
     assert plain["gradient"] is None

@@ -53,6 +53,8 @@ class HFEngine:
     """A `transformers` causal language model in this process, in eager mode."""
 
     in_process = True
+    taps: Sequence[str] | None = None
+    buffers: Sequence[str] = ()
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model, self.tokenizer = model, tokenizer

@@ -48,6 +48,8 @@ class LaunchedEngine:
     """The client of ranks in processes of their own."""
 
     in_process = False
+    taps: Sequence[str] | None = None
+    buffers: Sequence[str] = ()
     gradients = False
 
     def __init__(self, path: Path, tp: int, arguments: dict[str, Any]) -> None:

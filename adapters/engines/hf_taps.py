@@ -22,6 +22,8 @@ class HFTapsEngine(HFEngine):
     On a GPU the operator is tagged unsafe for CUDA graphs, so inductor graphs what lies between the taps.
     """
 
+    taps: Sequence[str]
+
     def __init__(self, model: Any, tokenizer: Any, taps: Sequence[str], compiler: str = "inductor") -> None:
         super().__init__(model, tokenizer)
         # CUDA graphs are captured for the addresses of one layer's weights, so there the model is one graph.
@@ -116,6 +118,13 @@ class HFTapsEngine(HFEngine):
 
     def declared(self) -> list[Location]:
         return declared(self.taps, self.points)
+
+    def close(self) -> None:
+        super().close()
+        for layer in self.layers:
+            layer._compiled_call_impl = None
+        self.layers, self._of_layer, self._prefill, self._decode = [], None, None, None
+        self._caches.clear()
 
     def describe(self) -> dict[str, Any]:
         return {

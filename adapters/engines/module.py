@@ -34,6 +34,9 @@ class _NoPoints:
             )
         )
 
+    def there(self, key: tuple[str, str]) -> list[Location]:
+        return []
+
     def module(self, path: str, side: Any) -> Location:
         name = f"at({path!r}).{'input' if side == 'in' else 'output'}"
         return Location(name, None, Site(path, side), (path, side), -1)

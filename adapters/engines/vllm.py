@@ -159,15 +159,23 @@ class VLLMEngine:
         own = tokens[: kept.tokens] if kept.stopped or kept.error is not None else tokens
         return Output(ask.id, ask.prompt, own, kept.saves, kept.error, kept.stopped, self.tokenizer)
 
+    @property
+    def taps(self) -> Sequence[str] | None:
+        return self._configured(TAPS)
+
+    @property
+    def buffers(self) -> Sequence[str]:
+        return self._configured(BUFFERS) or ()
+
     def declared(self) -> list[Location]:
-        return declared(self._configured(TAPS), self.points)
+        return declared(self.taps or (), self.points)
 
     def buffered(self) -> list[Location]:
         """The points at which `Capture` and `Add` run inside the graph, in the model's order."""
-        return declared(self._configured(BUFFERS), self.points)
+        return declared(self.buffers, self.points)
 
-    def _configured(self, key: str) -> Sequence[str]:
-        found: Sequence[str] = (self.arguments.get("additional_config") or {}).get(key, ())
+    def _configured(self, key: str) -> Sequence[str] | None:
+        found: Sequence[str] | None = (self.arguments.get("additional_config") or {}).get(key)
         return found
 
     def describe(self) -> dict[str, Any]:

@@ -47,8 +47,13 @@ class WorkerHost:
         self.runner, self.model, self.tokenizer = runner, runner.get_model(), tokenizer
         config = runner.model_config.hf_text_config
         self.points = Points(family_of(config.model_type), "vllm", dimensions(config)).within(self.model)
-        self.hooks: Hooks | Taps = Hooks(self.model) if taps is None else Taps(self.model, taps, self.points)
+        buffers = (runner.vllm_config.additional_config or {}).get(BUFFERS, ())
+        self.hooks: Hooks | Taps = Hooks(self.model) if taps is None else Taps(self.model, taps, self.points, buffers)
         self.buffers: Buffers | None = None
+        if buffers:
+            most = runner.vllm_config.scheduler_config
+            tokens, requests = most.max_num_batched_tokens, most.max_num_seqs
+            self.buffers = Buffers(self.model, buffers, self.points, taps or (), tokens=tokens, requests=requests)
         self.il = Interleaver(self)
         if taps is not None:
             self.il.recorder = Recorder(self.il)
@@ -134,7 +139,7 @@ class WorkerHost:
 
     def busy(self) -> bool:
         """Whether any request has Python to run in its passes; what the graph does by itself needs none."""
-        return any(live.passes for live in self.live.values())
+        return any(live.passes and not live.ended for live in self.live.values())
 
     # ---- seams
 
@@ -229,17 +234,11 @@ class Worker(PlatformWorker):  # type: ignore[misc]
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(self.model_config.tokenizer)
-        given = self.vllm_config.additional_config or {}
-        taps, buffers = given.get(TAPS), given.get(BUFFERS)
+        taps = (self.vllm_config.additional_config or {}).get(TAPS)
         if taps is not None and not is_compiled(self.model_runner.get_model()):
             check_breakable(self.model_runner)
             break_at_taps(current_platform.dispatch_key)
         self.tapgrid = host = self.tapgrid_host(tokenizer, taps)
-        if buffers:
-            most = self.vllm_config.scheduler_config
-            host.buffers = Buffers(
-                host.model, buffers, host.points, tokens=most.max_num_batched_tokens, requests=most.max_num_seqs
-            )
         if taps is not None and has_cuda():
             demote_when(self.model_runner.cudagraph_dispatcher, host.busy)
         WORKERS.append(self)
