@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from adapters.columns import all_columns, make
 from adapters.engines.settings import environment, vllm_arguments
 from adapters.peers.vanilla import version_of
-from adapters.work import Capture, Request, Settings
+from adapters.work import Capture, Nothing, Request, Settings
 from harness.models import resolve
 from validation.known_issues import known_issues
 
@@ -271,6 +272,7 @@ def vllm_extract() -> Found:
         adapter._write_the_last_files()
         after = file.exists()
         kept = adapter._outcome(output, Capture(("resid_post.1",))).values["resid_post.1"]
+        again, steps, tokens = _a_text_that_repeats(adapter)
     finally:
         adapter.close()
     assert kept.shape == (len(IDS) + 1, 128)
@@ -278,8 +280,31 @@ def vllm_extract() -> Found:
         "vllm-extract-last-file": (
             not before and after,
             f"whether there is a file: {before} after generate, {after} a step later",
-        )
+        ),
+        "vllm-extract-draft": (
+            again > 0 and steps < tokens,
+            f"{tokens} tokens, {again} of them the same as the one before: {steps} steps",
+        ),
     }
+
+
+def _a_text_that_repeats(adapter: Any) -> tuple[int, int, int]:
+    """Of the first of some texts in which a token comes twice in a row: how often it does, steps taken, new tokens."""
+    engine, new = adapter._llm.llm_engine, 24
+    plain, taken = engine.step, list[int]()
+
+    def step() -> Any:
+        taken.append(1)
+        return plain()
+
+    engine.step = step
+    for first in range(5, 65):
+        taken.clear()
+        (outcome,) = adapter.run([Request(f"r{first}", (first, *IDS), new)], Nothing())
+        again = sum(a == b for a, b in pairwise(outcome.token_ids))
+        if again > 2:
+            break
+    return again, len(taken) - 1, len(outcome.token_ids)  # the last step is the column's, for the file
 
 
 # The function, the module that must be there for it, and the issues that it shows.
@@ -298,7 +323,7 @@ GROUPS: dict[str, tuple[Callable[[], Found], str, tuple[str, ...]]] = {
     "nnsight": (nnsight, "nnsight", ("nnsight-installed-rows", "nnsight-saved-ids")),
     "transformer-lens-vllm": (transformer_lens_vllm, "transformer_lens", ("transformerlens-unknown-arguments",)),
     "transformers": (transformers, "transformer_lens", ("transformerlens-hook-normalized", "transformers-soft-cap")),
-    "vllm-extract": (vllm_extract, "vllm", ("vllm-extract-last-file",)),
+    "vllm-extract": (vllm_extract, "vllm", ("vllm-extract-last-file", "vllm-extract-draft")),
 }
 
 
