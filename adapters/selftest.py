@@ -8,11 +8,11 @@ undid the split: each shows here as a count that is not two, or as a write that 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from adapters.declared import Add, Capture
+from adapters.declared import Add, Capture, Stated
 from adapters.errors import InterventionError, LoadError
 from adapters.points import PER_LAYER, Location, Points
 
@@ -69,7 +69,7 @@ def _deaf(runtime: Runtime, locations: list[Location]) -> list[Location]:
     A pass at a time: what was written into the prompt shows in the logits of decode, whatever is lost there.
     """
 
-    def logits(write: Location | None, step: int) -> torch.Tensor:
+    def logits(write: Location | None, step: int) -> list[torch.Tensor]:
         def poke(m: Pass) -> None:
             if write is not None and m.step == step:
                 m._read(write).mul_(-3.0).add_(1.0)
@@ -79,11 +79,13 @@ def _deaf(runtime: Runtime, locations: list[Location]) -> list[Location]:
         out: Any = runtime.run([PROMPT], poke, max_new_tokens=1 + step, ignore_eos=True, on_error="return")[0]
         if isinstance(out.error, InterventionError):
             raise LoadError(f"self-test: {out.error}") from out.error
-        return cast(torch.Tensor, out.saves["logits"][step])
+        return list(out.saves["logits"])
 
-    plain = [logits(None, step) for step in (0, 1)]
+    plain = logits(None, 1)
     return [
-        loc for loc in _one_of_each(locations) if any(torch.equal(plain[step], logits(loc, step)) for step in (0, 1))
+        loc
+        for loc in _one_of_each(locations)
+        if any(torch.equal(plain[step], logits(loc, step)[step]) for step in (0, 1))
     ]
 
 
@@ -92,21 +94,19 @@ def check_buffers(runtime: Runtime) -> None:
     locations: list[Location] = runtime.engine.buffered()  # type: ignore[attr-defined]
     names = [loc.text for loc in locations]
 
-    def run(*work: Add) -> Output:
-        stated: Any = Capture(*names, "logits")
-        for add in work:
-            stated = add.then(stated)
-        out: Output = runtime.run([PROMPT], stated, max_new_tokens=2, ignore_eos=True, on_error="return")[0]
-        return out
+    capture = Capture(*names, "logits")
+
+    def run(stated: Stated) -> Output:
+        return runtime.run([PROMPT], stated, max_new_tokens=2, ignore_eos=True, on_error="return")[0]
 
     try:
-        plain = run()
+        plain = run(capture)
         dead = [n for n in names if not _filled(plain.saves.get(n, ()))]
         if dead:
             raise LoadError(f"buffers that the graph does not fill: {', '.join(dead)}; {_WHY}")
         for loc in _one_of_each(locations):
             row = plain.saves[loc.text][0][0]
-            moved = run(Add(loc.text, torch.ones_like(row), 1024.0))
+            moved = run(Add(loc.text, torch.ones_like(row), 1024.0).then(capture))
             pairs = list(zip(moved.saves.get(loc.text, ()), plain.saves[loc.text], strict=False))
             # What is handed out, and what the model goes on with.
             added = len(pairs) == 2 and all((a > b).all() for a, b in pairs)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from greenlet import GreenletExit
 
-from adapters.declared import Add, Capture
+from adapters.declared import Add, is_stated
 from adapters.errors import NotInRowsError
 from adapters.exchange import lent, take
 from adapters.modes import is_any_autocast_enabled
@@ -86,7 +86,7 @@ def served(m: Pass) -> Served | None:
     if type(m.thread) is Served:
         return m.thread.again()
     fn, live = m.fn, m.live
-    if type(fn) is not Capture and type(fn) is not Add:  # a subclass may be called otherwise
+    if not is_stated(fn):
         return None
     if live.check_finite or live.trail is not None or m._il.grad or is_any_autocast_enabled():
         return None

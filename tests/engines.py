@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import adapters
+from adapters import taps
 from adapters.intervention import Intervention
 from adapters.runtime import Output, Runtime
 from harness.models import resolve
@@ -40,6 +41,16 @@ def booted(
 def vllm(**arguments: Any) -> Runtime:
     """A vLLM engine with settings of its own."""
     return booted("vllm", arguments=tuple(sorted(arguments.items())))
+
+
+@pytest.fixture(autouse=True)
+def armed() -> Iterator[None]:
+    """For files that import it: an id is an address, which another tensor may have after a test that failed, so nothing
+    is left at it."""
+    before = dict(taps._ARMED)
+    yield
+    taps._ARMED.clear()
+    taps._ARMED.update(before)
 
 
 @pytest.fixture(params=BOTH)
@@ -128,9 +139,14 @@ def same_entries(got: Sequence[Output], wanted: Sequence[Output]) -> None:
             assert all(torch.equal(p, q) for p, q in zip(a.saves[name], b.saves[name], strict=True)), name
 
 
-def by_hand(stated: Intervention) -> Intervention:
-    """The same as a function, which waits in a greenlet."""
-    return lambda m: stated(m)
+def by_hand(*stated: Intervention) -> Intervention:
+    """The same as a function, which no engine can look into and which waits in a greenlet."""
+
+    def fn(m: Any) -> None:
+        for each in stated:
+            each(m)
+
+    return fn
 
 
 def capture(*points: tuple[Any, ...]) -> Intervention:

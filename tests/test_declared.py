@@ -23,30 +23,11 @@ from adapters.runtime import Runtime
 from adapters.sampling import keep_logprobs
 from adapters.selftest import check_buffers
 from harness.models import resolve
-from tests.engines import assert_clean, booted
+from tests.engines import armed, assert_clean, booted, by_hand  # noqa: F401  # autouse
 
 DIMS = Dimensions(layers=3, d_model=8, heads=2, kv_heads=1, head_dim=4, d_mlp=16, vocab=50)
 POINTS = Points(FAMILIES["llama"], "vllm", DIMS)
 PROMPTS = [[k, *range(100, 103 + 2 * k)] for k in range(7)]
-
-
-@pytest.fixture(autouse=True)
-def armed() -> Iterator[None]:
-    """An id is an address, which another tensor may have after a test that failed: nothing is left at it."""
-    before = dict(taps._ARMED)
-    yield
-    taps._ARMED.clear()
-    taps._ARMED.update(before)
-
-
-def python(*stated: Any) -> Any:
-    """The same work as a function, which no engine can look into."""
-
-    def fn(m: Any) -> None:
-        for each in stated:
-            each(m)
-
-    return fn
 
 
 # ---- as ordinary interventions
@@ -93,7 +74,7 @@ def test_an_addition_is_scaled_and_reaches_every_token() -> None:
     plain = rt.run(PROMPTS[3], Capture("resid_post.1"), max_new_tokens=3, ignore_eos=True)[0]
     rt.install(Add("resid_post.0", v, -2.5), name="steer")
     rt.install(Capture("resid_post.0"), name="watch")
-    steered = rt.run(PROMPTS[3], python(Capture("resid_post.1")), max_new_tokens=3, ignore_eos=True)[0]
+    steered = rt.run(PROMPTS[3], by_hand(Capture("resid_post.1")), max_new_tokens=3, ignore_eos=True)[0]
     rt.remove("steer")
     before = rt.run(PROMPTS[3], max_new_tokens=3, ignore_eos=True)[0]
     rt.remove("watch")
@@ -443,10 +424,10 @@ def test_the_graph_equals_python_bit_for_bit(rt: Runtime, prompts: list[list[int
             for i in range(len(installed)):
                 rt.remove(str(i))
 
-    by_python = [python(edit) for edit in edits]
-    graph, hand = run(watch, *edits), run(python(watch), *by_python)
+    by_python = [by_hand(edit) for edit in edits]
+    graph, hand = run(watch, *edits), run(by_hand(watch), *by_python)
     assert all(map(equal, graph, run(edits[0].then(edits[1], watch))))
-    idle, plain = run(watch), run(python(watch))
+    idle, plain = run(watch), run(by_hand(watch))
     assert all(map(equal, graph, hand))
     assert all(map(equal, idle, plain))
     assert not any(map(equal, graph, idle))

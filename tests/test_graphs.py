@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,18 +18,10 @@ from adapters.engines import breakable
 from adapters.engines.graphs import demote_descriptors_when, demote_when, is_compiled, is_hybrid, splitting
 from adapters.errors import LoadError
 from harness.twins import TWINS
+from tests.engines import armed  # noqa: F401  # autouse
 
 vllm_config = pytest.importorskip("vllm.config", reason="vLLM is what is tested here: run `make install`")
 pytestmark = pytest.mark.engine
-
-
-@pytest.fixture(autouse=True)
-def armed() -> Iterator[None]:
-    """An id is an address, which another tensor may have after a test that failed: nothing is left at it."""
-    before = dict(taps._ARMED)
-    yield
-    taps._ARMED.clear()
-    taps._ARMED.update(before)
 
 
 @pytest.fixture
