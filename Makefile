@@ -27,8 +27,9 @@ install:
 grid: install
 	$(VENV)/bin/python -m pytest --grid "$(GRID)" --grid-tier "$(TIER)" $(if $(call given,ROWS),--grid-rows "$(ROWS)") $(if $(call given,COLUMNS),--grid-columns "$(COLUMNS)") $(FLAGS)
 
+# A test process that dies ends the run with its test's name: xdist, left to start another, hangs.
 test: install
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(TESTS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 $(TESTS)
 
 lint: install
 	$(VENV)/bin/ruff check .

@@ -43,9 +43,11 @@ _PATIENCE = 100
 class Host(Protocol):
     """What an engine lends to interventions: its model's own pieces, and a way to be called at a location."""
 
-    tokenizer: Any
     points: Points
     model: Any
+
+    @property
+    def tokenizer(self) -> Any: ...
 
     def attach(self, key: Key) -> None:
         """See that `visit(key, ...)` is called there; idempotent. UnknownModuleError for no such module."""

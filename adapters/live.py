@@ -22,7 +22,7 @@ class Live:
         as_read: names saved exactly as the model had them, before this request `wrote` anything -> their points.
         seen: positions that interventions have been given: what a pass computes below it is computed again.
         drawn: tokens that the passes of this request have drawn; `spoilt` of them by a pass that failed.
-        recorded: saves hold tensors that were made in the engine's own mode, or with more rows than the request's.
+        recorded: saves hold tensors that were made in the engine's own mode.
         written: every write, for an engine that may compute positions again; None for one that never does.
         trail: what was written, as digests, for a model that is split over ranks; None for one that is not.
     """

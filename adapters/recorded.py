@@ -7,7 +7,7 @@ is sorted out when the pass is over, and they become ordinary tensors when the r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,12 +16,14 @@ from adapters.declared import Capture
 from adapters.errors import NotInRowsError
 from adapters.layouts import shaped
 from adapters.live import Job
-from adapters.modes import is_any_autocast_enabled
+from adapters.modes import InferenceMode, is_any_autocast_enabled
 from adapters.points import LOGITS_KEY, SAMPLED_KEY, Location
 from adapters.rows import Rows
 
 if TYPE_CHECKING:
     from adapters.interleave import Interleaver, Key
+
+    Kept = dict[Key, torch.Tensor | None]
 
 
 class Recorder:
@@ -32,10 +34,10 @@ class Recorder:
     """
 
     def __init__(self, il: Interleaver) -> None:
-        self.kept: dict[Key, torch.Tensor | None] | None = None
+        self.kept: Kept | None = None
         self._il = il
         self._fn: Capture | None = None
-        self._places: list[tuple[str, Location]] = []
+        self._places: list[tuple[str, Location, bool]] = []
         self._keys: list[Key] = []
         self._rows: Rows | None = None
         self._jobs: Sequence[Job] = ()
@@ -63,7 +65,7 @@ class Recorder:
             live = job.live
             live.seen = job.first + job.tokens
             live.drawn += job.draws
-            live.recorded = True
+            live.recorded = live.recorded or rows.size == 1
             live.passes[0]._begin(job.place, rows, job.first, job.tokens, job.is_prompt, job.draws, None)
         self.kept = dict.fromkeys(self._keys)
         self._rows, self._jobs = rows, jobs
@@ -75,21 +77,25 @@ class Recorder:
         assert kept is not None
         assert rows is not None
         self.abandon()
-        # A batch's tensor must not live as long as the longest of its requests.
-        mine = rows.of if rows.size == 1 else rows.copy
+        if rows.size == 1:
+            self._hand_out(kept, rows.of, jobs)
+            return
+        # A batch's tensor must not live as long as the longest of its requests. Made in the user's mode and not in the
+        # engine's, the copies need not be copied again when the request is over.
+        with InferenceMode(False):
+            self._hand_out(kept, rows.copy, jobs)
+
+    def _hand_out(self, kept: Kept, mine: Callable[[torch.Tensor, int], torch.Tensor], jobs: Sequence[Job]) -> None:
         for job in jobs:
-            m = job.live.passes[0]
-            for name, loc in self._places:
-                x = kept[loc.key]
+            live, place = job.live, job.place
+            m = live.passes[0]
+            for name, loc, is_whole in self._places:
                 try:
+                    x = kept[loc.key]
                     if x is None:
                         raise self._il._never(m, loc.key)
-                    value = shaped(mine(x[0] if loc.site.lead else x, job.place), loc)
-                    if loc.scale != 1.0:
-                        value = value * loc.scale
-                    elif loc.hi or loc.site.part:
-                        value = value.clone()  # a part of a fused projection, which must not keep the whole
-                    job.live.keep(name, loc, value)
+                    value = mine(x, place) if is_whole else _part(mine(x[0] if loc.site.lead else x, place), loc)
+                    live.keep(name, loc, value)
                 except Exception as error:
                     wrong = NotInRowsError(f"{loc}: {error}") if isinstance(error, NotInRowsError) else error
                     wrong.add_note(f"while {loc} was handed out (request {m.request}, step {m.step})")
@@ -108,7 +114,8 @@ class Recorder:
             return False  # as a visit it is its own request's error
         if any(loc.rank < 0 or not loc.site.in_place or loc.key in (LOGITS_KEY, SAMPLED_KEY) for _, loc in places):
             return False
-        self._fn, self._places, self._keys = fn, places, [loc.key for _, loc in places]
+        self._fn, self._keys = fn, [loc.key for _, loc in places]
+        self._places = [(name, loc, _is_whole(loc)) for name, loc in places]
         return True
 
     def _attached(self) -> bool:
@@ -118,3 +125,16 @@ class Recorder:
         except Exception:
             return False
         return True
+
+
+def _is_whole(loc: Location) -> bool:
+    """Whether a request's rows of what lies there are the point as they are."""
+    return not (loc.site.lead or loc.hi or loc.head_dim or loc.scale != 1.0)
+
+
+def _part(x: torch.Tensor, loc: Location) -> torch.Tensor:
+    value = shaped(x, loc)
+    if loc.scale != 1.0:
+        return value * loc.scale
+    # A part of a fused projection must not keep the whole.
+    return value.clone() if loc.hi or loc.site.part else value

@@ -19,6 +19,7 @@ from adapters.errors import (
     UnknownPointError,
 )
 from adapters.interleave import Interleaver
+from adapters.layouts import shaped
 from adapters.live import Job
 from adapters.points import FAMILIES, Dimensions, Points
 from adapters.recorded import Recorder
@@ -270,17 +271,46 @@ def test_a_pass_that_died_after_its_forward_does_not_swallow_the_next() -> None:
     assert seen[0].tolist() == [[2.0] * 8] * 2
 
 
-def test_an_error_in_handing_out_is_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(x: torch.Tensor, loc: Any) -> torch.Tensor:
-        raise RuntimeError("out of memory")
+@pytest.mark.parametrize("point", ["resid_post.0", "q.0"])
+def test_an_error_in_handing_out_is_its_requests(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
+    honest = Slab.copy
+
+    def full(self: Slab, x: torch.Tensor, i: int) -> torch.Tensor:
+        if i == 0:
+            raise RuntimeError("out of memory")
+        return honest(self, x, i)
 
     host = Host()
-    live = host.il.live("a", [Capture("resid_post.0")])
-    monkeypatch.setattr("adapters.recorded.shaped", full)
-    host.pass_of([live], [0, 2], 0, {"resid_post.0": torch.ones(2, 8)})
-    assert "out of memory" in str(live.error)
-    live.close()
-    assert live.saves == {}
+    lives = [host.il.live(name, [Capture(point)]) for name in "ab"]
+    monkeypatch.setattr(Slab, "copy", full)
+    host.pass_of(lives, [0, 2, 3], 0, {point: torch.ones(3, 16)})
+    assert "out of memory" in str(lives[0].error)
+    assert any("was handed out (request a, step 0)" in note for note in lives[0].error.__notes__)  # type: ignore[union-attr]
+    assert lives[1].error is None
+    lives[0].close()
+    assert lives[0].saves == {}
+    assert len(lives[1].saves[point]) == 1
+
+
+@torch.inference_mode()  # as an engine's forward
+@pytest.mark.parametrize("point", ["resid_post.0", "q.0", "v.0"])
+def test_a_batchs_rows_are_ordinary_as_soon_as_they_are_handed_out(point: str) -> None:
+    """And are copied only once: the request has nothing left to be made ordinary."""
+    host = Host()
+    lives = [host.il.live(name, [Capture(point)]) for name in "ab"]
+    whole = torch.arange(48.0).view(3, 16)
+    host.pass_of(lives, [0, 2, 3], 0, {point: whole})
+    loc = host.points.parse(point)
+    for live, rows in zip(lives, (whole[:2], whole[2:]), strict=True):
+        entry = live.saves[point][0]
+        assert torch.equal(entry, shaped(rows, loc))
+        assert not entry.is_inference()
+        assert entry.untyped_storage().nbytes() == entry.nbytes
+        live.close()
+        assert live.saves[point][0] is entry
+    host.pass_of([alone := host.il.live("c", [Capture(point)])], [0, 3], 0, {point: whole})
+    alone.close()
+    assert not alone.saves[point][0].is_inference(), "alone in its batch it is made so when it is over"
 
 
 def test_a_tap_that_cannot_be_armed_is_left_to_visits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,8 @@ class VLLMEngine:
         config = self.core.model_config
         self.points = Points(family_of(config.hf_text_config.model_type), "vllm", dimensions(config.hf_text_config))
         self.tokenizer = None if config.skip_tokenizer_init else llm.get_tokenizer()
+        if host is not None:
+            host.tokenizer = self.tokenizer
         generation = config.try_get_generation_config()
         self.eos_token_id = generation.get("eos_token_id", getattr(config.hf_text_config, "eos_token_id", None))
         self.max_tokens: int | None = config.max_model_len

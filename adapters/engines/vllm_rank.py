@@ -32,10 +32,8 @@ class RankHost(WorkerHost):
 
     il: WholeInterleaver
 
-    def __init__(
-        self, runner: Any, tokenizer: Any, taps: Sequence[str] | None, sharding: Sharding, patience: float
-    ) -> None:
-        super().__init__(runner, tokenizer, taps)
+    def __init__(self, runner: Any, taps: Sequence[str] | None, sharding: Sharding, patience: float) -> None:
+        super().__init__(runner, taps)
         self.ranks = Ranks(_all_gather, timeout=patience)
         self.il = WholeInterleaver(self, sharding, self.ranks)
 
@@ -86,14 +84,14 @@ class RankWorker(Worker):
     def execute_model(self, scheduler_output: Any) -> Any:
         return super(Worker, self).execute_model(scheduler_output)
 
-    def tapgrid_host(self, tokenizer: Any, taps: Sequence[str] | None) -> RankHost:
+    def tapgrid_host(self, taps: Sequence[str] | None) -> RankHost:
         if not self.tapgrid_plan:
             raise LoadError(
                 "vLLM loaded the weights in a way that showed no plan (load_format): use load_format='auto', so that "
                 "it can be read how the model is split"
             )
         patience = float(self.vllm_config.additional_config[PATIENCE])
-        return RankHost(self.model_runner, tokenizer, taps, self.tapgrid_plan[0], patience)
+        return RankHost(self.model_runner, taps, self.tapgrid_plan[0], patience)
 
     def tapgrid_sharding(self) -> bytes:
         """collective_rpc: the plan of this engine."""

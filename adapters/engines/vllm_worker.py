@@ -7,6 +7,7 @@ first one arrives and deleted with the last.
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -42,9 +43,9 @@ WORKERS: list[Worker] = []
 class WorkerHost:
     """Interventions beside one model runner (interleave.Host)."""
 
-    def __init__(self, runner: Any, tokenizer: Any, taps: Sequence[str] | None) -> None:
+    def __init__(self, runner: Any, taps: Sequence[str] | None) -> None:
         # The model itself: on a GPU the runner may hold it inside of what replays its graphs.
-        self.runner, self.model, self.tokenizer = runner, runner.get_model(), tokenizer
+        self.runner, self.model = runner, runner.get_model()
         config = runner.model_config.hf_text_config
         self.points = Points(family_of(config.model_type), "vllm", dimensions(config)).within(self.model)
         buffers = (runner.vllm_config.additional_config or {}).get(BUFFERS, ())
@@ -69,6 +70,16 @@ class WorkerHost:
         self._seams = False
 
     # ---- what interventions borrow
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The model's, read when first asked for: few interventions do, and it is a second of every boot."""
+        config = self.runner.model_config
+        if config.skip_tokenizer_init:
+            return None
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(config.tokenizer)
 
     def attach(self, key: Key) -> None:
         self.hooks.attach(key, self.il)
@@ -229,23 +240,18 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         import vllm
 
         check_runner(self.model_runner, vllm.__version__)
-        tokenizer = None
-        if not self.model_config.skip_tokenizer_init:
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(self.model_config.tokenizer)
         taps = (self.vllm_config.additional_config or {}).get(TAPS)
         if taps is not None and not is_compiled(self.model_runner.get_model()):
             check_breakable(self.model_runner)
             break_at_taps(current_platform.dispatch_key)
-        self.tapgrid = host = self.tapgrid_host(tokenizer, taps)
+        self.tapgrid = host = self.tapgrid_host(taps)
         if taps is not None and has_cuda():
             demote_when(self.model_runner.cudagraph_dispatcher, host.busy)
         WORKERS.append(self)
 
-    def tapgrid_host(self, tokenizer: Any, taps: Sequence[str] | None) -> WorkerHost:
+    def tapgrid_host(self, taps: Sequence[str] | None) -> WorkerHost:
         """Interventions beside this worker's model runner, which has loaded its model."""
-        return WorkerHost(self.model_runner, tokenizer, taps)
+        return WorkerHost(self.model_runner, taps)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         host = self.tapgrid
