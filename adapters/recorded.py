@@ -86,12 +86,12 @@ class Recorder:
             self._hand_out(kept, rows.copy, jobs)
 
     def _hand_out(self, kept: Kept, mine: Callable[[torch.Tensor, int], torch.Tensor], jobs: Sequence[Job]) -> None:
+        each = [(name, loc, is_whole, kept[loc.key]) for name, loc, is_whole in self._places]
         for job in jobs:
             live, place = job.live, job.place
             m = live.passes[0]
-            for name, loc, is_whole in self._places:
+            for name, loc, is_whole, x in each:
                 try:
-                    x = kept[loc.key]
                     if x is None:
                         raise self._il._never(m, loc.key)
                     value = mine(x, place) if is_whole else _part(mine(x[0] if loc.site.lead else x, place), loc)

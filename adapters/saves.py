@@ -88,10 +88,20 @@ def _why_bad(entries: list[torch.Tensor]) -> str | None:
         low = torch.stack([b.min for b in bounds]).amin().item()
         high = torch.stack([b.max for b in bounds]).amax().item()
     else:
-        least, most = torch.aminmax(torch.cat([e.reshape(-1) for e in entries]) if len(entries) > 1 else entries[0])
+        least, most = torch.aminmax(_flat(entries))
         low, high = least.item(), most.item()
     if low - low != 0 or high - high != 0:  # NaN and both infinities, without a second pass
         return "NaN or infinity"
     if low == high:
         return "nothing but zeros" if low == 0 else f"one constant ({low:g})"
     return None
+
+
+def _flat(entries: list[torch.Tensor]) -> torch.Tensor:
+    """Everything in one tensor, of whatever shape."""
+    if len(entries) == 1:
+        return entries[0]
+    try:
+        return torch.cat(entries)  # a third of the time
+    except RuntimeError:  # not alike behind their first axis
+        return torch.cat([e.reshape(-1) for e in entries])

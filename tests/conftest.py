@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,18 @@ pytest_plugins = "pytester"
 # Before torch is imported (nothing above does): the engines' kernels count on every thread of a process having the same
 # number of OpenMP threads, and two files of tests share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(optionalhook=True)  # xdist's
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    """Say how a test process died: "Not properly terminated" leaves open whether it crashed, was killed or left."""
+    if error:
+        process = node.gateway._io.popen
+        try:
+            ended = f"status {process.wait(timeout=10)} (negative: a signal)"
+        except subprocess.TimeoutExpired:
+            ended = "no status: it is still alive"
+        print(f"\n{node.gateway.id}, process {process.pid}, ended with {ended}", file=sys.__stderr__)
 
 
 class Heard(Quiet):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -451,3 +452,34 @@ def test_a_chat_that_cannot_be_written_is_refused() -> None:
         prompts_of(chat, None, 512, 100, 1)
     with pytest.raises(ValueError, match=r'prompt 1 holds .*: every message of a chat has a "role" and a "content"'):
         prompts_of([[5], [{"role": "user"}]], Tokenizer(), 512, 100, 1)
+
+
+# ---- the tokenizer inside
+
+
+@pytest.mark.engine
+def test_an_intervention_has_the_engines_own_tokenizer() -> None:
+    runtime = vllm(skip_tokenizer_init=False)
+    assert runtime.tokenizer is not None
+    seen: list[Any] = []
+    out = run(runtime, [IDS[0]], lambda m: seen.append(m.tokenizer) or m.save("text", m.tokenizer.decode([70, 71])))
+    assert all(found is runtime.tokenizer for found in seen)
+    assert out[0].saves["text"] == [runtime.tokenizer.decode([70, 71])] * 4
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("skipped", [False, True])
+def test_a_worker_in_a_process_of_its_own_reads_it_when_it_is_asked(
+    skipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from adapters.engines.vllm_worker import WorkerHost
+
+    read: list[str] = []
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda path: read.append(path) or Tokenizer())
+    host = object.__new__(WorkerHost)
+    config = SimpleNamespace(skip_tokenizer_init=skipped, tokenizer="here")
+    host.runner = SimpleNamespace(model_config=config)
+    assert read == []
+    assert (host.tokenizer is None) == skipped
+    assert host.tokenizer is host.tokenizer
+    assert read == ([] if skipped else ["here"])

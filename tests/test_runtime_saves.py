@@ -163,6 +163,24 @@ def test_a_broken_model_is_an_error_and_never_a_result(kind: str) -> None:
         handle.remove()
 
 
+@pytest.mark.parametrize(
+    "shapes",
+    [[(3, 4), (1, 4), (1, 4)], [(2, 3, 3), (2, 1, 4), (2, 1, 5)], [(), (), ()], [(5,), (1,)], [(3, 4), (3,)]],
+    ids=["rows", "patterns", "scalars", "flat", "mixed"],
+)
+def test_every_entry_is_looked_at_whatever_its_shape(shapes: list[tuple[int, ...]]) -> None:
+    loc = booted("hf").engine.points.at("resid_post", 1)
+
+    def wrong(entries: list[torch.Tensor]) -> str:
+        return str(check("r", {"x": entries}, {"x": loc}))
+
+    entries = [torch.randn(shape) for shape in shapes]
+    assert check("r", {"x": entries}, {"x": loc}) is None
+    assert "one constant (2.5)" in wrong([torch.full_like(e, 2.5) for e in entries])
+    entries[-1].view(-1)[-1] = torch.nan
+    assert "NaN or infinity" in wrong(entries)
+
+
 @pytest.mark.parametrize("kind", BAD)
 def test_what_an_intervention_made_itself_may_be_anything(rt: Runtime, kind: str) -> None:
     def assigns(m: Any) -> None:
