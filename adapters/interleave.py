@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
@@ -24,9 +25,15 @@ from adapters.errors import (
 from adapters.handed import LENT
 from adapters.intervention import Intervention, Pass
 from adapters.live import Job, Live
-from adapters.modes import InferenceMode, is_grad_enabled, is_inference_mode_enabled, set_grad_enabled
+from adapters.modes import (
+    InferenceMode,
+    is_any_autocast_enabled,
+    is_grad_enabled,
+    is_inference_mode_enabled,
+    set_grad_enabled,
+)
 from adapters.modules import layer_stem, no_such_module, parameter, ran_before
-from adapters.points import _STRIDE, Location, Points
+from adapters.points import _STRIDE, UNEMBED, Location, Points
 from adapters.recompute import replayed
 from adapters.recorded import Recorder
 from adapters.rows import Part, Rows
@@ -36,6 +43,9 @@ from adapters.threads import Threads, runs_function
 __all__ = ["Host", "Interleaver", "Key", "no_such_module", "parameter"]
 
 Key = tuple[str, str]
+# Up to so many rows of a request share a product with others': it is the reading of the head that takes its time, with
+# more rows it is the arithmetic, and the logits of a whole batch of prompts need memory for all of them at once.
+_FEW = 8
 # How often a function that swallows the error of a pass that is over may go on reading before it is dropped.
 _PATIENCE = 100
 
@@ -69,6 +79,7 @@ class Interleaver:
             made by the module that is being visited and held by nobody else.
         recomputes: whether the engine may compute positions again (it preempts), so that writes are remembered.
         total: the whole batch's sum at a location that holds a pair, made once where a visit is `shared` by several.
+        gathers: whether requests that unembed in this visit share one product: the head is read from memory once.
         recorder: what serves passes that capture and do nothing else, where the engine has taps.
         interrupt: what ended an intervention without being an `Exception` (Ctrl-C): the engine stops everything.
     """
@@ -84,6 +95,7 @@ class Interleaver:
         self.shared = False
         self.lends = self.fresh = False
         self.recorder: Recorder | None = None
+        self.gathers = False
         self.interrupt: BaseException | None = None
         self._threads = Threads(runs_function)
         # Modules by path, as far as they were asked for.
@@ -168,6 +180,10 @@ class Interleaver:
         if self.shared:
             here.sort(key=_by_order)
         instead, waiting, grad = None, self.waiting, self.grad
+        # Interventions of one request see each other's writes in their order, so none may be held up for another's. A
+        # tap's visit lets the model go on with the very memory that it had, whoever comes last.
+        self.gathers = self.shared and self.recorder is not None and not grad
+        self.gathers = self.gathers and len({id(m.live) for m in here}) == len(here)
         # Only ordinary tensors count their versions, and only they can be used in autograd afterwards.
         guard = InferenceMode(False) if self.inference else None  # a `with` costs twice as much
         try:
@@ -194,9 +210,46 @@ class Interleaver:
                 if m._instead is not None:
                     payload = instead = m._instead
                     m._instead = None
+            if self.gathers:
+                self._unembed_together()
             return instead
         finally:
+            self.gathers = False
             del guard
+
+    def may_gather(self, m: Pass, x: torch.Tensor) -> bool:
+        """Whether `m` may wait for a product with others: few rows [n, d_model], in no mode of its own."""
+        return (
+            x.dim() == 2
+            and x.size(0) <= _FEW
+            and getcurrent() is m.thread
+            and not (is_grad_enabled() or is_inference_mode_enabled() or is_any_autocast_enabled())
+        )
+
+    def _unembed_together(self) -> None:
+        while (here := self.waiting.pop(UNEMBED.key, None)) is not None:
+            asked = [m._multiplied for m in here]
+            for m, found in zip(here, self._logits(asked), strict=True):
+                m._multiplied = None
+                if isinstance(found, Exception):
+                    self._throw(m, found)
+                else:
+                    self._resume(m, found)
+
+    def _logits(self, asked: list[torch.Tensor]) -> list[torch.Tensor | Exception]:
+        """The logits of each, or the error that is its own."""
+        unembed = self.host.unembed
+        if len(asked) > 1 and len({(x.dtype, x.shape[1]) for x in asked}) == 1:
+            with suppress(Exception):
+                whole = self.aside(unembed, torch.cat(asked))
+                return [own.clone() for own in whole.split([len(x) for x in asked])]
+        found: list[torch.Tensor | Exception] = []
+        for x in asked:
+            try:
+                found.append(self.aside(unembed, x))
+            except Exception as error:
+                found.append(error)
+        return found
 
     def end(self) -> None:
         """The pass is over: whoever still waits is told that its location never ran."""

@@ -97,8 +97,14 @@ class Pass(Reading):
         return self._il.host.weight(path)
 
     def unembed(self, x: torch.Tensor) -> torch.Tensor:
-        """Residual rows [n, d_model] -> logits [n, vocab]: final norm, head, scaling, soft cap as in the model."""
-        return self._il.aside(self._il.host.unembed, x)
+        """Residual rows [n, d_model] -> logits [n, vocab]: final norm, head, scaling, soft cap as in the model.
+
+        On taps, the requests of a batch that unembed at the same place share one product.
+        """
+        il = self._il
+        if il.gathers and il.may_gather(self, x):
+            return self._together(x)
+        return il.aside(il.host.unembed, x)
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
         """The model's final norm of residual rows [n, d_model]."""

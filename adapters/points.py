@@ -51,6 +51,8 @@ _STRIDE = 64
 _LAST = 1 << 30
 LOGITS_KEY = ("", "logits")
 SAMPLED_KEY = ("", "sampled")
+# Where an intervention waits for `m.unembed`, if several requests may share one product.
+UNEMBED = Location("unembed", None, Site("", "out"), ("", "unembed"), _LAST)
 
 _DENSE = "a dense layer has no router; the nearest point is mlp_in"
 

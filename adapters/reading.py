@@ -43,7 +43,7 @@ from adapters.modes import (
     refuse_autocast,
     set_grad_enabled,
 )
-from adapters.points import _STRIDE, LOGITS_KEY, SAMPLED_KEY, Location
+from adapters.points import _STRIDE, LOGITS_KEY, SAMPLED_KEY, UNEMBED, Location
 from adapters.recompute import Written
 from adapters.saves import copied
 
@@ -56,9 +56,10 @@ if TYPE_CHECKING:
 class Reading:
     """One function's place in one pass: what it was handed last, and what it still holds of what it was handed."""
 
-    __slots__ = ("_adopted", "_at", "_back", "_first", "_handed", "_hub", "_il", "_index", "_instead", "_key",
-                 "_loc", "_n", "_payload", "_points", "_positions", "_rank", "_refs", "_rows", "_value", "_version",
-                 "draws", "fn", "is_prompt", "live", "order", "request", "state", "step", "thread")  # fmt: skip
+    __slots__ = ("_adopted", "_at", "_back", "_first", "_handed", "_hub", "_il", "_index", "_instead", "_key", "_loc",
+                 "_multiplied", "_n", "_payload", "_points", "_positions", "_rank", "_refs", "_rows", "_value",
+                 "_version", "draws", "fn", "is_prompt", "live", "order", "request", "state", "step",
+                 "thread")  # fmt: skip
 
     def __init__(self, il: Interleaver, live: Live, fn: Any, order: int = 0) -> None:
         self._il, self._points = il, il.points
@@ -77,6 +78,7 @@ class Reading:
         self._value: Any = None
         self._payload: Any = None
         self._instead: Any = None
+        self._multiplied: Any = None
         # What was handed out in this pass and is still held by somebody, at which version: a later edit is an error.
         self._handed: list[tuple[Location, Any, Any]] = []
 
@@ -153,6 +155,12 @@ class Reading:
         finally:  # also where an error comes back instead
             if is_grad_enabled() is not grad:
                 set_grad_enabled(grad)
+
+    def _together(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits of rows [n, d_model], out of one product with what other requests unembed at this place."""
+        self._multiplied = x
+        logits: torch.Tensor = cross(self._hub.switch, UNEMBED)
+        return logits
 
     def _not_here(self, loc: Location) -> InterventionError:
         if self._hub is None:
@@ -259,6 +267,6 @@ class Reading:
         """The pass is over for this function: nothing of the model's is held any longer."""
         if self._loc is not None and self._back is lent:
             self._give_another()
-        self._hub = self._loc = self._value = self._payload = self._key = None
+        self._hub = self._loc = self._value = self._payload = self._key = self._multiplied = None
         self._rank = -1
         self._handed.clear()
