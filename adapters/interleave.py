@@ -182,8 +182,8 @@ class Interleaver:
         instead, waiting, grad = None, self.waiting, self.grad
         # Interventions of one request see each other's writes in their order, so none may be held up for another's. A
         # tap's visit lets the model go on with the very memory that it had, whoever comes last.
-        self.gathers = self.shared and self.recorder is not None and not grad
-        self.gathers = self.gathers and len({id(m.live) for m in here}) == len(here)
+        on_taps = self.recorder is not None and not grad
+        self.gathers = on_taps and self.shared and len({id(m.live) for m in here}) == len(here)
         # Only ordinary tensors count their versions, and only they can be used in autograd afterwards.
         guard = InferenceMode(False) if self.inference else None  # a `with` costs twice as much
         try:

@@ -65,7 +65,7 @@ class Recorder:
             live = job.live
             live.seen = job.first + job.tokens
             live.drawn += job.draws
-            live.recorded = live.recorded or rows.size == 1
+            live.recorded |= rows.size == 1
             live.passes[0]._begin(job.place, rows, job.first, job.tokens, job.is_prompt, job.draws, None)
         self.kept = dict.fromkeys(self._keys)
         self._rows, self._jobs = rows, jobs

@@ -43,6 +43,12 @@ def vllm(**arguments: Any) -> Runtime:
     return booted("vllm", arguments=tuple(sorted(arguments.items())))
 
 
+def on_taps(engine: str, declared: Sequence[str]) -> Runtime:
+    """A compiled engine with these taps, which is its caller's to close."""
+    given: dict[str, Any] = {"threads": 1, "compiler": "aot_eager"} if engine == "hf" else VLLM
+    return adapters.load(resolve(LLAMA), engine=engine, backend="taps", taps=declared, dtype="float32", **given)
+
+
 @pytest.fixture(autouse=True)
 def armed() -> Iterator[None]:
     """For files that import it: an id is an address, which another tensor may have after a test that failed, so nothing

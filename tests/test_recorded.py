@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.boot import load
 from adapters.declared import Capture
 from adapters.errors import (
     BadCaptureError,
@@ -26,8 +25,7 @@ from adapters.recorded import Recorder
 from adapters.rows import Batch, Part, Slab
 from adapters.runtime import Runtime
 from adapters.saves import copied
-from harness.models import resolve
-from tests.engines import BOTH, VLLM, by_hand, same_entries
+from tests.engines import BOTH, by_hand, on_taps, same_entries
 
 DECLARED = ["resid_post.*", "resid_pre.1", "z.1", "q.0", "mlp_in.2", "mlp_act.1"]
 EVERYTHING = Capture(*DECLARED)
@@ -40,9 +38,7 @@ pytestmark = pytest.mark.timeout(600)  # a compiled engine may take minutes to b
 @pytest.fixture(scope="module", params=BOTH)
 def rt(request: pytest.FixtureRequest) -> Iterator[Runtime]:
     """Compiled engines of both kinds with the same taps."""
-    given: dict[str, Any] = {"threads": 1, "compiler": "aot_eager"} if request.param == "hf" else VLLM
-    path = resolve("synthetic:llama")
-    with load(path, engine=request.param, backend="taps", taps=DECLARED, dtype="float32", **given) as runtime:
+    with on_taps(request.param, DECLARED) as runtime:
         yield runtime
 
 
@@ -311,6 +307,19 @@ def test_a_batchs_rows_are_ordinary_as_soon_as_they_are_handed_out(point: str) -
     host.pass_of([alone := host.il.live("c", [Capture(point)])], [0, 3], 0, {point: whole})
     alone.close()
     assert not alone.saves[point][0].is_inference(), "alone in its batch it is made so when it is over"
+
+
+def test_an_error_in_handing_out_to_one_alone_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Slab, x: torch.Tensor, i: int) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    host = Host()
+    live = host.il.live("a", [Capture("resid_post.0")])
+    monkeypatch.setattr(Slab, "of", full)
+    host.pass_of([live], [0, 2], 0, {"resid_post.0": torch.ones(2, 8)})
+    assert "out of memory" in str(live.error)
+    live.close()
+    assert live.saves == {}
 
 
 def test_a_tap_that_cannot_be_armed_is_left_to_visits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.boot import load
 from adapters.interleave import Interleaver
 from adapters.runtime import Runtime
-from harness.models import resolve
-from tests.engines import BOTH, VLLM, relative
+from tests.engines import BOTH, on_taps, relative
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 
@@ -21,11 +19,7 @@ pytestmark = pytest.mark.timeout(600)  # a compiled engine may take minutes to b
 
 @pytest.fixture(scope="module", params=BOTH)
 def rt(request: pytest.FixtureRequest) -> Iterator[Runtime]:
-    given: dict[str, Any] = {"threads": 1, "compiler": "aot_eager"} if request.param == "hf" else VLLM
-    path = resolve("synthetic:llama")
-    with load(
-        path, engine=request.param, backend="taps", taps=["resid_post.*", "z.1"], dtype="float32", **given
-    ) as runtime:
+    with on_taps(request.param, ["resid_post.*", "z.1"]) as runtime:
         yield runtime
 
 
@@ -155,7 +149,7 @@ def test_interventions_of_one_request_keep_their_order(rt: Runtime, products: li
 
     rt.install(first, name="first")
     try:
-        together, alone = run(rt, PROMPTS, second, max_new_tokens=1), []
+        together = run(rt, PROMPTS, second, max_new_tokens=1)
         assert products == [len(p) for p in PROMPTS]
         alone = [run(rt, [p], second, max_new_tokens=1)[0] for p in PROMPTS]
     finally:
