@@ -24,6 +24,7 @@ class Column:
     `needs` are the modules without which it cannot boot. `plugins` are the vLLM plugins that its workers may load,
     None for all that are installed: a plugin patches every engine of a process, so a plain engine must see none.
     `environment` is the one that its workers run in, "default" for this interpreter's. `gpu`: it runs on no CPU.
+    `ahead`: its vLLM loads on a CPU what it compiled ahead of time at an earlier boot (`engines/ahead.py`).
     """
 
     name: str
@@ -34,6 +35,7 @@ class Column:
     needs: tuple[str, ...] = ()
     plugins: tuple[str, ...] | None = None
     gpu: bool = False
+    ahead: bool = False
 
 
 def _own(
@@ -45,11 +47,19 @@ def _own(
     compiled: bool = False,
     plugin: str = "",
     gpu: bool = False,
+    ahead: bool = False,
 ) -> Column:
     needs = ("torch", "transformers" if "hf" in name.split("-") else "vllm", library)
     plugins = (plugin,) if plugin else ()
     return Column(
-        name, f"adapters.{target}", about, compiled, needs=tuple(filter(None, needs)), plugins=plugins, gpu=gpu
+        name,
+        f"adapters.{target}",
+        about,
+        compiled,
+        needs=tuple(filter(None, needs)),
+        plugins=plugins,
+        gpu=gpu,
+        ahead=ahead,
     )
 
 
@@ -58,7 +68,7 @@ _OWN = [
     _own("vanilla-eager", "peers.vanilla:VanillaEager", "vLLM with enforce_eager, nothing attached"),
     _own("hf", "peers.vanilla:PlainHF", "transformers, nothing attached"),
     _own("tapgrid-eager", "ours:TapgridEager", "our runtime on eager vLLM"),
-    _own("tapgrid-taps", "ours:TapgridTaps", "our runtime inside compiled vLLM", compiled=True),
+    _own("tapgrid-taps", "ours:TapgridTaps", "our runtime inside compiled vLLM", compiled=True, ahead=True),
     _own("tapgrid-hf", "ours:TapgridHF", "our runtime on transformers"),
     _own("tapgrid-hf-taps", "ours:TapgridHFTaps", "our runtime inside compiled transformers", compiled=True),
     _own("tapgrid-sharded", "ours_sharded:TapgridSharded", "our runtime on eager vLLM over several ranks"),
@@ -67,6 +77,7 @@ _OWN = [
         "ours_sharded:TapgridShardedTaps",
         "our runtime inside compiled vLLM over several ranks",
         compiled=True,
+        ahead=True,
     ),
     _own("nnsight-eager", "peers.nnsight:NNsightEager", "nnsight on eager vLLM", library="nnsight"),
     _own(

@@ -103,7 +103,7 @@ def run(column: Column, python: str, new: int) -> list[Line]:
         "path": [os.getcwd()],
     }
     cuda = fingerprint.collect()["gpu"] is not None
-    env = environment(SETTINGS, cuda=cuda) | plugins(column)
+    env = environment(SETTINGS, cuda=cuda, ahead=column.ahead) | plugins(column)
     found: list[Line] = []
     with tempfile.TemporaryDirectory() as scratch:
         worker = Worker(python, spec, env, Path(scratch) / "log", LIMITS, module="harness.adapter_child")

@@ -175,4 +175,6 @@ def plugins(column: Column) -> dict[str, str]:
 
 def _environment(visit: Visit) -> dict[str, str]:
     cuda = visit.session.line["fingerprint"].get("gpu") is not None
-    return environment(visit.session.choice.grid.settings, cuda=cuda) | {"TAPGRID_PROCESS": visit.process}
+    grid = visit.session.choice.grid
+    shared = environment(grid.settings, cuda=cuda, ahead=grid.known_columns()[visit.column].ahead)
+    return shared | {"TAPGRID_PROCESS": visit.process}

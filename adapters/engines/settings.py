@@ -14,8 +14,10 @@ from typing import Any
 from adapters.work import Settings
 
 
-def environment(settings: Settings, *, cuda: bool = False) -> dict[str, str]:
+def environment(settings: Settings, *, cuda: bool = False, ahead: bool = False) -> dict[str, str]:
     """Environment variables for a worker of any column.
+
+    `ahead`: its vLLM can load again on a CPU what it compiled ahead of time, so it may (`ahead.py`).
 
     >>> environment(Settings())["OMP_NUM_THREADS"]
     '1'
@@ -32,11 +34,11 @@ def environment(settings: Settings, *, cuda: bool = False) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
-    cpu = {
+    # vLLM 0.27 cannot load again what it compiled ahead of time on a CPU ("no attribute 'finalize_loading'") and
+    # compiles SmolLM2 for 50 s at every boot. Without that, torch's own cache serves a second boot: 20 s for 70.
+    traced = {} if ahead else {"VLLM_USE_AOT_COMPILE": "0"}
+    cpu = traced | {
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        # vLLM 0.27 cannot load again what it compiled ahead of time on a CPU ("no attribute 'finalize_loading'") and
-        # compiles SmolLM2 for 50 s at every boot. Without that, torch's own cache serves a second boot: 20 s for 70.
-        "VLLM_USE_AOT_COMPILE": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind"
         if settings.tensor_parallel == 1
         else _a_core_each(settings.tensor_parallel),

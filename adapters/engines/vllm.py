@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from adapters.engines.ahead import mend
 from adapters.engines.graphs import has_cuda, is_hybrid, splitting
 from adapters.engines.settings import environment, vllm_arguments
 from adapters.engines.versions import check_arguments, check_version, shut_down
@@ -226,7 +227,7 @@ def load_vllm(
                 **splitting(hybrid=hybrid),
                 **(overrides.get("compilation_config") or {}),
             }
-    with _environment(environment(settings, cuda=has_cuda())):
+    with _environment(environment(settings, cuda=has_cuda(), ahead=taps is not None and mend())):
         try:
             import vllm
         except ImportError as missing:

@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 
 from adapters.buffers import Buffers, Part, Planned
 from adapters.eager import Hooks
+from adapters.engines.ahead import mend, tell
 from adapters.engines.breakable import break_at_taps, check_breakable
 from adapters.engines.graphs import demote_when, has_cuda, is_compiled
 from adapters.engines.versions import check_runner
@@ -29,12 +30,14 @@ from adapters.modules import parameter
 from adapters.points import LOGITS_KEY, SAMPLED_KEY, Points, dimensions, family_of
 from adapters.recorded import Recorder
 from adapters.rows import Slab
-from adapters.taps import Taps
+from adapters.taps import Taps, declared
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+mend()
 
 # Workers of engines in this process, newest last: how a client there reaches its own without a remote call.
 WORKERS: list[Worker] = []
@@ -55,6 +58,8 @@ class WorkerHost:
             most = runner.vllm_config.scheduler_config
             tokens, requests = most.max_num_batched_tokens, most.max_num_seqs
             self.buffers = Buffers(self.model, buffers, self.points, taps or (), tokens=tokens, requests=requests)
+        if taps is not None:
+            tell(self.model, declared(taps, self.points), declared(buffers, self.points))
         self.il = Interleaver(self)
         if taps is not None:
             self.il.recorder = Recorder(self.il)
