@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -307,6 +308,27 @@ def _a_text_that_repeats(adapter: Any) -> tuple[int, int, int]:
     return again, len(taken) - 1, len(outcome.token_ids)  # the last step is the column's, for the file
 
 
+# --- vLLM's compiling ahead of time ---
+
+
+def vllm_ahead() -> Found:
+    from vllm.compilation.counter import compilation_counter as counted
+
+    os.environ.pop("VLLM_USE_AOT_COMPILE")
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["VLLM_CACHE_ROOT"] = cache
+        booted("vanilla").close()
+        saved = counted.num_aot_artifacts_saved
+        booted("vanilla").close()
+    compiled, loaded = counted.num_aot_compiles, counted.num_aot_artifacts_loaded
+    return {
+        "vllm-loads-no-graph": (
+            (saved, compiled, loaded) == (1, 2, 0),
+            f"two boots: {saved} graph saved by the first, {compiled} compiled, {loaded} loaded",
+        )
+    }
+
+
 # The function, the module that must be there for it, and the issues that it shows.
 GROUPS: dict[str, tuple[Callable[[], Found], str, tuple[str, ...]]] = {
     "interp-engine": (interp_engine, "interp_engine", ("interp-engine-value", "interp-engine-last-operation")),
@@ -324,6 +346,7 @@ GROUPS: dict[str, tuple[Callable[[], Found], str, tuple[str, ...]]] = {
     "transformer-lens-vllm": (transformer_lens_vllm, "transformer_lens", ("transformerlens-unknown-arguments",)),
     "transformers": (transformers, "transformer_lens", ("transformerlens-hook-normalized", "transformers-soft-cap")),
     "vllm-extract": (vllm_extract, "vllm", ("vllm-extract-last-file", "vllm-extract-draft")),
+    "vllm-ahead": (vllm_ahead, "vllm", ("vllm-loads-no-graph",)),
 }
 
 
