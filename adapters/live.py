@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from adapters.saves import check, copied
+from adapters.saves import Saves, check
 
 if TYPE_CHECKING:
     from adapters.intervention import Pass
     from adapters.ranks import Trail
     from adapters.recompute import Written
     from adapters.sites import Location
+    from adapters.stacked import Stack
 
 
 @dataclass(slots=True)
@@ -22,14 +24,14 @@ class Live:
         as_read: names saved exactly as the model had them, before this request `wrote` anything -> their points.
         seen: positions that interventions have been given: what a pass computes below it is computed again.
         drawn: tokens that the passes of this request have drawn; `spoilt` of them by a pass that failed.
-        recorded: saves hold tensors that were made in the engine's own mode.
+        stack: rows of this request that still lie with its neighbours'.
         written: every write, for an engine that may compute positions again; None for one that never does.
         trail: what was written, as digests, for a model that is split over ranks; None for one that is not.
     """
 
     id: str
     passes: list[Pass] = field(default_factory=list)
-    saves: dict[str, list[Any]] = field(default_factory=dict)
+    saves: MutableMapping[str, list[Any]] = field(default_factory=dict)
     state: dict[Any, Any] = field(default_factory=dict)
     as_read: dict[str, Location] = field(default_factory=dict)
     check_finite: bool = False
@@ -39,7 +41,7 @@ class Live:
     seen: int = 0
     drawn: int = 0
     spoilt: int = 0
-    recorded: bool = False
+    stack: Stack | None = None
     written: list[Written] | None = None
     trail: Trail | None = None
 
@@ -50,8 +52,9 @@ class Live:
     def close(self) -> None:
         """The request is over: check what it kept as read, and let go of its passes."""
         self.passes.clear()
-        if self.recorded:
-            self.saves = copied(self.saves)
+        if self.stack is not None:
+            self.stack.close()
+        self.saves = Saves.of(self.saves)
         if self.error is None:
             self.error = check(self.id, self.saves, self.as_read)
 

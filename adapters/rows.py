@@ -1,7 +1,7 @@
 """Which rows of a batch or a packed slab belong to which request, for one forward pass.
 
-`of` is a live view of request `i`'s rows, `copy` the same rows as a tensor of their own; `sampled` is its row of what
-the sampler sees.
+`of` is a live view of request `i`'s rows, `copy` the same rows as a tensor of their own; `ones` are all requests' rows,
+[requests, ...], where each has one; `sampled` is request `i`'s row of what the sampler sees.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ class Rows(Protocol):
     def of(self, x: torch.Tensor, i: int) -> torch.Tensor: ...
 
     def copy(self, x: torch.Tensor, i: int) -> torch.Tensor: ...
+
+    def ones(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def sampled(self, x: torch.Tensor, i: int) -> torch.Tensor: ...
 
@@ -63,6 +65,13 @@ class Slab:
             self._check(x)
         start = starts[i]
         return _narrow_copy(x, 0, start, starts[i + 1] - start)
+
+    def ones(self, x: torch.Tensor) -> torch.Tensor:
+        n = self.starts[-1]
+        if not x.dim() or x.size(0) != n:
+            self._check(x)
+            return x[:n]
+        return x
 
     def sampled(self, x: torch.Tensor, i: int) -> torch.Tensor:
         return x[i : i + 1] if x.dim() != 2 or x.dtype.is_floating_point else x[i]
@@ -115,6 +124,10 @@ class Batch:
     def copy(self, x: torch.Tensor, i: int) -> torch.Tensor:
         return self.of(x, i).clone()
 
+    def ones(self, x: torch.Tensor) -> torch.Tensor:
+        row = self.of(x, 0)
+        return x.view(self.size, *row.shape[1:])
+
     def sampled(self, x: torch.Tensor, i: int) -> torch.Tensor:
         return x[i : i + 1]
 
@@ -141,6 +154,9 @@ class Part:
 
     def copy(self, x: torch.Tensor, i: int) -> torch.Tensor:
         return self.of(x, i).clone()
+
+    def ones(self, x: torch.Tensor) -> torch.Tensor:
+        return self.whole.ones(x)
 
     def sampled(self, x: torch.Tensor, i: int) -> torch.Tensor:
         return self.whole.sampled(x, i)

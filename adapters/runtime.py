@@ -17,7 +17,7 @@ from adapters.intervention import Intervention, Pass
 from adapters.points import Location, Points
 from adapters.prompts import Prompt, prompts_of
 from adapters.sampling import LOGPROBS, Sampling, keep_logprobs
-from adapters.saves import joined
+from adapters.saves import held, whole
 from adapters.taps import refuse_undeclared
 from adapters.trace import steps_of, trace_of
 
@@ -56,7 +56,7 @@ class Output:
         return decoded
 
     def __repr__(self) -> str:
-        kept = ", ".join(f"{name} x{len(entries)}" for name, entries in self.saves.items()) or "nothing"
+        kept = ", ".join(f"{name} x{len(held(self.saves, name))}" for name in self.saves) or "nothing"
         ended = f", error={self.error!r}" if self.error is not None else ", stopped" if self.stopped else ""
         tokens = f"{len(self.prompt_token_ids)} + {len(self.token_ids)} tokens"
         return f"Output({self.request}: {tokens}, {self.text!r}, saved {kept}{ended})"
@@ -65,7 +65,7 @@ class Output:
         """All saves of `name` joined along their first axis; scalars are stacked."""
         if name not in self.saves:
             raise KeyError(f"nothing was saved under {name!r}; saved: {', '.join(sorted(self.saves)) or 'nothing'}")
-        return joined(self.saves[name])
+        return whole(self.saves, name)
 
 
 @dataclass(frozen=True)
@@ -447,8 +447,8 @@ def _one_each(
 def _finished(outputs: list[Output], on_error: str) -> list[Output]:
     """Take log-probabilities out of the saves, and raise what is to be raised."""
     for output in outputs:
-        kept = dict(output.saves)
-        if LOGPROBS in kept:
+        if LOGPROBS in output.saves:
+            kept = dict(output.saves)
             output.logprobs = tuple(float(x) for x in kept.pop(LOGPROBS))[: len(output.token_ids)]
             output.saves = kept
     if on_error == "raise":

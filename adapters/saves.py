@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,6 +59,102 @@ def joined(entries: Sequence[Any]) -> torch.Tensor:
         ) from odd
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Entries of a row each that lie together: what `of` makes of `held`, [entries, ...]."""
+
+    held: torch.Tensor
+    of: Callable[[torch.Tensor], torch.Tensor]
+
+    def __len__(self) -> int:
+        return self.held.shape[0]
+
+    def rows(self) -> torch.Tensor:
+        return self.of(self.held)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The entries of a name in one tensor, and how many rows each has."""
+
+    rows: torch.Tensor
+    lengths: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+class Saves(MutableMapping[str, list[Any]]):
+    """What was saved, by name. Entries that lie joined are cut up when somebody asks for them, into tensors that share
+    nothing; who asks for `whole` gets them as they lie.
+
+    >>> saves = Saves({"x": Joined(torch.tensor([[1.0], [2.0], [3.0]]), [2, 1])})
+    >>> whole(saves, "x").flatten().tolist(), saves
+    ([1.0, 2.0, 3.0], {'x': [tensor([[1.],
+            [2.]]), tensor([[3.]])]})
+    """
+
+    def __init__(self, held: Mapping[str, list[Any] | Joined]) -> None:
+        self._held = dict(held)
+
+    @staticmethod
+    def of(saves: MutableMapping[str, list[Any]]) -> MutableMapping[str, list[Any]]:
+        """The same, with every name that has a `Run` joined."""
+        if not any(type(e) is Run for entries in saves.values() for e in entries):
+            return saves
+        with InferenceMode(False):
+            return Saves({name: _laid_together(entries) for name, entries in saves.items()})
+
+    def held(self, name: str) -> list[Any] | Joined:
+        return self._held[name]
+
+    def __getitem__(self, name: str) -> list[Any]:
+        held = self._held[name]
+        if isinstance(held, Joined):
+            held = self._held[name] = [_cloned(rows) for rows in held.rows.split(list(held.lengths))]
+        return held
+
+    def __setitem__(self, name: str, entries: list[Any]) -> None:
+        self._held[name] = entries
+
+    def __delitem__(self, name: str) -> None:
+        del self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._held  # a mapping's own way would cut
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+def _laid_together(entries: list[Any]) -> list[Any] | Joined:
+    runs = [e if type(e) is Run else None for e in entries]
+    if not any(runs):
+        return entries
+    lengths = [n for e, run in zip(entries, runs, strict=True) for n in ([1] * len(run) if run else [e.shape[0]])]
+    return Joined(torch.cat([run.rows() if run else e for e, run in zip(entries, runs, strict=True)]), lengths)
+
+
+def held(saves: Mapping[str, list[Any]], name: str) -> list[Any] | Joined:
+    """The entries of a name as they lie."""
+    return saves.held(name) if isinstance(saves, Saves) else saves[name]
+
+
+def whole(saves: Mapping[str, list[Any]], name: str) -> torch.Tensor:
+    """All entries of a name along their first axis; scalars are stacked."""
+    found = held(saves, name)
+    return _cloned(found.rows) if isinstance(found, Joined) else joined(found)
+
+
 def check(request: str, saves: Mapping[str, list[Any]], as_read: Mapping[str, Any]) -> BadCaptureError | None:
     """The error for a save that cannot be an activation, or None.
 
@@ -66,7 +163,7 @@ def check(request: str, saves: Mapping[str, list[Any]], as_read: Mapping[str, An
             anything. What an intervention made itself may be anything.
     """
     for name, point in as_read.items():
-        why = _why_bad(saves[name])
+        why = _why_bad(held(saves, name))
         # A first token can only look at itself.
         alone = point.name == "pattern" and all(e.shape[-1] == 1 for e in saves[name])
         if why is not None and not alone:
@@ -77,7 +174,8 @@ def check(request: str, saves: Mapping[str, list[Any]], as_read: Mapping[str, An
     return None
 
 
-def _why_bad(entries: list[torch.Tensor]) -> str | None:
+def _why_bad(found: list[torch.Tensor] | Joined) -> str | None:
+    entries = [found.rows] if isinstance(found, Joined) else found
     size = sum(e.numel() for e in entries)
     if size == 0:
         return f"nothing (shape {tuple(entries[0].shape)})"

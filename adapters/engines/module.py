@@ -7,7 +7,7 @@ with traced.trace(torch.zeros(1, 8)) as m:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -55,7 +55,7 @@ class Result(NamedTuple):
     """What one request gave back: its rows of the module's output, and what it saved."""
 
     output: Any
-    saves: dict[str, list[Any]]
+    saves: Mapping[str, list[Any]]
     error: BaseException | None = None
 
 

@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 import cloudpickle
 import torch
 
+from adapters.saves import Joined, Saves, held
+
 
 @dataclass(frozen=True)
 class Carried:
@@ -57,7 +59,7 @@ class Kept:
 
     def packed(self) -> Kept:
         """Ready for the wire: a name whose entries are rows of one kind becomes one tensor and its lengths."""
-        return replace(self, saves={n: _join(e) for n, e in self.saves.items()}, error=_portable(self.error))
+        return replace(self, saves={n: _join(held(self.saves, n)) for n in self.saves}, error=_portable(self.error))
 
     def unpacked(self) -> Kept:
         """As it was packed.
@@ -68,23 +70,21 @@ class Kept:
         """
         return replace(
             self,
-            saves={n: _split(*e) for n, e in self.saves.items()},
+            saves=Saves(self.saves),
             error=None if self.error is None else cloudpickle.loads(self.error),
         )
 
 
-def _join(entries: list[Any]) -> tuple[str, Any, list[int]]:
+def _join(entries: list[Any] | Joined) -> list[Any] | Joined:
+    if isinstance(entries, Joined):
+        return Joined(entries.rows.cpu(), entries.lengths)
     alike = all(
         isinstance(e, torch.Tensor) and e.dim() and e.dtype == entries[0].dtype and e.shape[1:] == entries[0].shape[1:]
         for e in entries
     )
     if alike:
-        return "rows", torch.cat(entries).cpu(), [e.shape[0] for e in entries]
-    return "list", [e.cpu() if isinstance(e, torch.Tensor) else e for e in entries], []
-
-
-def _split(how: str, kept: Any, lengths: list[int]) -> list[Any]:
-    return list(kept.split(lengths)) if how == "rows" else kept
+        return Joined(torch.cat(entries).cpu(), [e.shape[0] for e in entries])
+    return [e.cpu() if isinstance(e, torch.Tensor) else e for e in entries]
 
 
 def _portable(error: BaseException | None) -> bytes | None:
