@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from enum import Enum
+from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -35,6 +37,8 @@ VLLM = {
 }
 # Processes that an engine of this process starts as well: they compile, or clean up.
 _HELPERS = ("resource_tracker", "compile_worker")
+# So much of a process's memory is on huge pages only where they were asked for, or are everybody's.
+_MANY = 64 << 20
 # What leads out of an object into the whole process.
 _ELSEWHERE = (type, ModuleType, FunctionType, BuiltinFunctionType, CodeType, FrameType, str, bytes, int, float)
 
@@ -48,9 +52,20 @@ def facts(adapter: object = None) -> dict[str, Any]:
     found: dict[str, Any] = {"in_process": not any(_engines()), "omp_threads": os.environ.get("OMP_NUM_THREADS")}
     if torch := sys.modules.get("torch"):
         found["threads"] = torch.get_num_threads()
+    if (huge := huge_bytes()) is not None:
+        found["huge_pages"] = huge >= _MANY
     # The configuration of what runs, and not of a model that a library only built to look at (nnsight does).
     engines = held(adapter, "LLMEngine", "AsyncLLM")
     return found | from_configs(e.vllm_config for e in engines)
+
+
+def huge_bytes(rollup: Path = Path("/proc/self/smaps_rollup")) -> int | None:
+    """How much of this process's own memory is on huge pages; None where the system does not tell."""
+    try:
+        found = re.search(r"^AnonHugePages:\s*(\d+) kB$", rollup.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) << 10 if found else None
 
 
 def _engines() -> Iterator[psutil.Process]:

@@ -44,6 +44,7 @@ FORCED: Mapping[tuple[str, str], str] = {
     ("interp-engine", "compilation"): _UNCOMPILED,
     ("interp-engine", "in_process"): "its engine is vLLM's asynchronous one, whose core is a process of its own",
     ("interp-engine", "max_concurrent"): "its generation on transformers has no batch",
+    ("tapgrid", "huge_pages"): "its worker asks Linux for them, which vLLM's does not",
     ("transformer-lens", "attention"): "its bridge loads models with eager attention, whose steps it can hook",
 }
 
@@ -85,10 +86,12 @@ def differences(store: Store, session: Line | None = None) -> list[Difference]:
             for fact in facts:
                 found += _compare(fact, {c: known[c].get(fact) for c in group}, columns, wanted.get(fact))
     for group in _of(engines, "vllm"):
-        # Of those that did not ask for an eager engine.
+        # Compiled or not, of those that did not ask for an eager engine.
         asked = {c: known[c].get("compilation") for c in group if known[c].get("eager") is False}
-        plain = next((v for c, v in asked.items() if base_of(c) in PLAIN_COLUMNS), None)
-        found += _compare("compilation", asked, columns, plain)
+        pages = {c: known[c].get("huge_pages") for c in group}
+        for fact, values in (("compilation", asked), ("huge_pages", pages)):
+            plain = next((v for c, v in values.items() if base_of(c) in PLAIN_COLUMNS), None)
+            found += _compare(fact, values, columns, plain)
     return sorted([*found, *_prompts(store)], key=lambda d: list(columns).index(d.column))
 
 

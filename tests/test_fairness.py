@@ -199,7 +199,28 @@ def test_facts_of_a_process_without_an_engine() -> None:
     code = "import json; from harness import engine_facts as e; print(json.dumps(e.facts()))"
     env = environment(Settings(threads=1)) | {"PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == {"in_process": True, "omp_threads": "1"}
+    found = json.loads(done.stdout)
+    assert found.pop("huge_pages", False) in (False, True)
+    assert found == {"in_process": True, "omp_threads": "1"}
+
+
+def test_how_much_memory_is_on_huge_pages(tmp_path: Path) -> None:
+    rollup = tmp_path / "smaps_rollup"
+    rollup.write_text("00400000-7fff00000000 ---p 00000000 00:00 0 [rollup]\nRss: 9 kB\nAnonHugePages:    464896 kB\n")
+    assert engine_facts.huge_bytes(rollup) == 464896 * 1024
+    rollup.write_text("Rss: 9 kB\n")
+    assert engine_facts.huge_bytes(rollup) is None
+    assert engine_facts.huge_bytes(tmp_path / "none") is None
+
+
+def test_who_is_on_huge_pages_alone_is_told_with_its_reason() -> None:
+    columns = ("vanilla", "tapgrid-eager", "tapgrid-taps", "nnsight-eager")
+    pages = {c: {"huge_pages": c.startswith("tapgrid")} for c in columns}
+    library = {c: "tapgrid" for c in columns if c.startswith("tapgrid")}
+    found = made(engine=pages, library=library, columns=columns)
+    said = [(d.column, d.fact, d.value, d.usual) for d in differences(found)]
+    assert said == [("tapgrid-eager", "huge_pages", "True", "False"), ("tapgrid-taps", "huge_pages", "True", "False")]
+    assert all("asks Linux" in d.forced for d in differences(found))
 
 
 def test_an_engine_in_a_process_of_its_own_is_seen_and_a_helper_is_not() -> None:
@@ -316,9 +337,10 @@ def test_every_reason_is_of_a_library_that_some_column_names() -> None:
         module = column.target.partition(":")[0]
         text = (ROOT / Path(*module.split("."))).with_suffix(".py").read_text()
         libraries |= {lib for lib, _ in fairness.FORCED if f'"library": "{lib}"' in text}
+        libraries |= {"tapgrid"} if module.startswith("adapters.ours") else set()  # which names none
         assert make(column).plain in (True, False)
     assert libraries == {lib for lib, _ in fairness.FORCED}
-    facts = {*fairness.SHARED, *fairness.VLLM, *fairness.TRANSFORMERS, "compilation"}
+    facts = {*fairness.SHARED, *fairness.VLLM, *fairness.TRANSFORMERS, "compilation", "huge_pages"}
     assert {fact for _, fact in fairness.FORCED} <= facts
     assert set(engine_facts.VLLM) - {"eager", "cudagraph_mode"} <= facts  # the report shows what those two make
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import cloudpickle
@@ -21,6 +22,7 @@ from adapters.eager import Hooks
 from adapters.engines.ahead import mend, tell
 from adapters.engines.breakable import break_at_taps, check_breakable
 from adapters.engines.graphs import demote_when, has_cuda, is_compiled
+from adapters.engines.huge_pages import on_huge_pages
 from adapters.engines.versions import check_runner
 from adapters.engines.vllm import BUFFERS, EXTRA, TAPS
 from adapters.engines.wire import Carried, Kept
@@ -241,7 +243,8 @@ class Worker(PlatformWorker):  # type: ignore[misc]
     tapgrid: WorkerHost | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)
+        with on_huge_pages() if current_platform.is_cpu() else nullcontext():
+            super().load_model(*args, **kwargs)
         import vllm
 
         check_runner(self.model_runner, vllm.__version__)
