@@ -30,8 +30,9 @@ class Output:
     """What one request gave back.
 
     `saves[name]` is everything that was saved under `name`, in order, one entry a `m.save`; `cat(name)` joins them
-    along the first axis: one row per token, in position order, prompt first. `logprobs` has one entry a new token,
-    where they were asked for.
+    along the first axis: one row per token, in position order, prompt first. On taps, rows of `Capture` lie joined and
+    are cut into entries when `saves[name]` is asked for. `logprobs` has one entry a new token, where they were asked
+    for.
 
     >>> out = Output("r", (5, 6), (7,), {"probe": [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]})
     >>> out.cat("probe").tolist(), out.text

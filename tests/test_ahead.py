@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,7 +103,6 @@ def test_whatever_of_ours_is_in_the_graph_tells_it_apart() -> None:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.delenv(VARIABLE, raising=False)
-    # vLLM points torch's cache into its own and leaves it there.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     return tmp_path
 
@@ -128,6 +128,7 @@ def test_a_second_boot_loads_what_the_first_compiled_and_is_bit_equal(cache: Pat
 
     with on_taps("vllm", ["z.*", "resid_post.1"]) as rt:
         assert not was_loaded(rt)
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache / "inductor"), "vLLM would leave its own folder"
         first = run(rt)
     with on_taps("vllm", ["z.*", "resid_post.1"]) as rt:
         assert was_loaded(rt)

@@ -15,7 +15,14 @@ import torch
 
 from adapters import taps
 from adapters.engines import breakable
-from adapters.engines.graphs import demote_descriptors_when, demote_when, is_compiled, is_hybrid, splitting
+from adapters.engines.graphs import (
+    check_split,
+    demote_descriptors_when,
+    demote_when,
+    is_compiled,
+    is_hybrid,
+    splitting,
+)
 from adapters.errors import LoadError
 from harness.twins import TWINS
 from tests.engines import armed  # noqa: F401  # autouse
@@ -197,6 +204,23 @@ def test_splitting_keeps_vllms_own_operators() -> None:
     assert set(CompilationConfig._attention_ops) < set(ops)
     assert set(taps.OPERATORS) < set(ops)
     assert CompilationConfig(**splitting()).splitting_ops == ops
+
+
+@pytest.mark.parametrize("fused", ["enable_sp", "fuse_gemm_comms"])
+def test_a_pass_that_resets_the_split_is_caught(fused: str) -> None:
+    """By vLLM's own hand: without a split taps are inside of the graph, silently."""
+    from vllm.config import CompilationConfig, CompilationMode
+
+    def settled(**passes: bool) -> CompilationConfig:
+        config = CompilationConfig(**splitting(), mode=CompilationMode.VLLM_COMPILE, pass_config=passes)
+        config.set_splitting_ops_for_v1(all2all_backend="naive", data_parallel_size=1)
+        return config
+
+    check_split(settled())
+    reset = settled(**{fused: True})
+    assert reset.splitting_ops == []
+    with pytest.raises(LoadError, match=r"taps no longer split the graph.*without them"):
+        check_split(reset)
 
 
 class Replayed:

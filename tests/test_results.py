@@ -67,7 +67,7 @@ def test_every_forced_reason_was_seen_and_none_is_a_guess() -> None:
     seen = set()
     for file in FILES:
         found = read(file)
-        libraries = {str(p["column"]): str(p["settings"].get("library")) for p in found.processes}
+        libraries = {str(p["column"]): str(p["settings"].get("library") or "tapgrid") for p in found.processes}
         seen |= {(libraries[d.column], d.fact) for d in fairness.differences(found) if d.forced}
     assert seen == set(fairness.FORCED)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from adapters.errors import LoadError
 from adapters.taps import OPERATORS
 
 
@@ -54,6 +55,16 @@ def splitting(*, hybrid: bool = False) -> dict[str, Any]:
         "splitting_ops": [*CompilationConfig._attention_ops, *updates, *OPERATORS],
         "cudagraph_mode": "FULL_DECODE_ONLY" if hybrid else "FULL_AND_PIECEWISE",
     }
+
+
+def check_split(config: Any) -> None:
+    """Refuse (LoadError) a `compilation_config` that was given `splitting()` and has lost it: sequence parallelism and
+    what is fused with it want one graph, in which taps run when it is captured and never again."""
+    if not set(OPERATORS) <= set(config.splitting_ops or ()):
+        raise LoadError(
+            "taps no longer split the graph: vLLM reset splitting_ops, as pass_config's enable_sp and fuse_gemm_comms "
+            "make it do; load(..., compilation_config=...) without them"
+        )
 
 
 def demote_when(dispatcher: Any, busy: Callable[[], bool]) -> None:

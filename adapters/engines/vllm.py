@@ -28,6 +28,7 @@ TAPS = "tapgrid_taps"
 BUFFERS = "tapgrid_buffers"
 # The key under which a request carries its interventions in `SamplingParams.extra_args`.
 EXTRA = "tapgrid"
+_INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class VLLMEngine:
@@ -227,7 +228,7 @@ def load_vllm(
                 **splitting(hybrid=hybrid),
                 **(overrides.get("compilation_config") or {}),
             }
-    with _environment(environment(settings, cuda=has_cuda(), ahead=taps is not None and mend())):
+    with _environment(environment(settings, cuda=has_cuda(), ahead=mend())):
         try:
             import vllm
         except ImportError as missing:
@@ -235,6 +236,8 @@ def load_vllm(
         check_version(vllm.__version__)
         from adapters.engines.vllm_worker import WORKERS
 
+        # With another engine in this process vLLM would go by the variables of that one's boot.
+        vllm.envs.disable_envs_cache()
         before = len(WORKERS)
         llm = vllm.LLM(**arguments)
         host = (
@@ -247,11 +250,15 @@ def load_vllm(
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables for a boot, where the user set none; gone afterwards, so that a plain engine beside is untouched."""
+    """Variables for a boot, where the user set none; gone afterwards, so that a plain engine beside is untouched. So is
+    the folder that vLLM leaves torch's own compiler with, where it compiled ahead of time."""
     own = {name: value for name, value in variables.items() if name not in os.environ}
+    folder = os.environ.get(_INDUCTOR)
     os.environ.update(own)
     try:
         yield
     finally:
-        for name in own:
+        for name in (*own, _INDUCTOR):
             os.environ.pop(name, None)
+        if folder is not None:
+            os.environ[_INDUCTOR] = folder

@@ -21,7 +21,7 @@ from adapters.buffers import Buffers, Part, Planned
 from adapters.eager import Hooks
 from adapters.engines.ahead import mend, tell
 from adapters.engines.breakable import break_at_taps, check_breakable
-from adapters.engines.graphs import demote_when, has_cuda, is_compiled
+from adapters.engines.graphs import check_split, demote_when, has_cuda, is_compiled
 from adapters.engines.huge_pages import on_huge_pages
 from adapters.engines.versions import check_runner
 from adapters.engines.vllm import BUFFERS, EXTRA, TAPS
@@ -254,6 +254,8 @@ class Worker(PlatformWorker):  # type: ignore[misc]
             break_at_taps(current_platform.dispatch_key)
         self.tapgrid = host = self.tapgrid_host(taps)
         if taps is not None and has_cuda():
+            if is_compiled(self.model_runner.get_model()):
+                check_split(self.vllm_config.compilation_config)
             demote_when(self.model_runner.cudagraph_dispatcher, host.busy)
         WORKERS.append(self)
 
