@@ -54,7 +54,10 @@ class Live:
         self.passes.clear()
         if self.stack is not None:
             self.stack.close()
-        self.saves = Saves.of(self.saves)
+        try:
+            self.saves = Saves.of(self.saves)
+        except Exception as error:  # no memory is left
+            self.saves, self.error = {}, self.error or error
         if self.error is None:
             self.error = check(self.id, self.saves, self.as_read)
 

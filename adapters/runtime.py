@@ -17,7 +17,7 @@ from adapters.intervention import Intervention, Pass
 from adapters.points import Location, Points
 from adapters.prompts import Prompt, prompts_of
 from adapters.sampling import LOGPROBS, Sampling, keep_logprobs
-from adapters.saves import held, whole
+from adapters.saves import Saves, held, whole
 from adapters.taps import refuse_undeclared
 from adapters.trace import steps_of, trace_of
 
@@ -449,7 +449,7 @@ def _finished(outputs: list[Output], on_error: str) -> list[Output]:
     """Take log-probabilities out of the saves, and raise what is to be raised."""
     for output in outputs:
         if LOGPROBS in output.saves:
-            kept = dict(output.saves)
+            kept = output.saves if isinstance(output.saves, Saves) else dict(output.saves)
             output.logprobs = tuple(float(x) for x in kept.pop(LOGPROBS))[: len(output.token_ids)]
             output.saves = kept
     if on_error == "raise":

@@ -57,7 +57,7 @@ class Stack:
         """`held` is what the places held in such a pass, where every request has one row."""
         self._lives = [job.live for job in jobs]
         self._at = [job.place for job in jobs]
-        self._shapes = [x.shape for x in held.values()]
+        self._kinds = [(x.shape, x.dtype) for x in held.values()]
         self._passes, self._most = 0, _passes(held.values())
         lead = {place.loc.key: place.loc.site.lead for place in places}
         alike: dict[Any, list[Key]] = {}
@@ -89,8 +89,8 @@ class Stack:
         )
 
     def fits(self, held: Mapping[Key, torch.Tensor]) -> bool:
-        """Whether tensors are as they were."""
-        return [x.shape for x in held.values()] == self._shapes
+        """Whether tensors are as they were, and this stack is not closed."""
+        return [(x.shape, x.dtype) for x in held.values()] == self._kinds
 
     def add(self, held: Mapping[Key, torch.Tensor]) -> None:
         """Keep a pass."""
@@ -121,7 +121,7 @@ class Stack:
         self.cut()
         for live in self._lives:
             live.stack = None
-        self._lives, self._stacks, self._by_request = [], [], []
+        self._lives, self._kinds, self._stacks, self._by_request = [], [], [], []
 
 
 def _passes(held: Iterable[torch.Tensor]) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from adapters.boot import load
 from adapters.columns import all_columns
 from adapters.declared import Add, Capture
 from adapters.engines import ahead
@@ -19,7 +20,8 @@ from adapters.errors import LoadError
 from adapters.points import Location, points_of
 from adapters.runtime import Runtime
 from adapters.work import Settings
-from tests.engines import on_taps
+from harness.models import resolve
+from tests.engines import LLAMA, VLLM, on_taps
 
 POINTS = points_of({"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 8, "num_attention_heads": 2}, "vllm")
 VARIABLE = "VLLM_USE_AOT_COMPILE"
@@ -92,6 +94,14 @@ def test_whatever_of_ours_is_in_the_graph_tells_it_apart() -> None:
     ]
     assert len(set(many)) == len(many)
     assert told([z]) == told([z])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another width of vectors")
+        assert told([z]) not in many
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+        assert told([z]) not in many
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
+    assert told([z]) == many[1]
     # Where the graph holds no buffers, it holds nothing of that size.
     assert told([z], most=4) == told([z])
 
@@ -135,6 +145,27 @@ def test_a_second_boot_loads_what_the_first_compiled_and_is_bit_equal(cache: Pat
         again = run(rt)
     assert len(first) == 8
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_a_graph_with_buffers_is_loaded_and_does_what_it_did(cache: Path) -> None:
+    """They are in it by another way than taps: closed over by hooks, whose numbers are others at the next boot."""
+    work = Add("resid_post.1", torch.ones(128), 2.0).then(Capture("resid_post.1", "resid_post.2", "logits"))
+
+    def boot() -> Runtime:
+        more: Any = {**VLLM, "dtype": "float32"}
+        return load(resolve(LLAMA), engine="vllm", backend="taps", taps=[], buffers=["resid_post.*"], **more)
+
+    found = []
+    for again in (False, True):
+        torch.nn.Identity().register_forward_hook(lambda *_: None)
+        with boot() as rt:
+            assert was_loaded(rt) is again
+            (out,) = rt.run([[5, 6, 7]], work, max_new_tokens=3, ignore_eos=True)
+            found.append([out.cat(name) for name in out.saves])
+    assert len(found[0]) == 3
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.engine

@@ -219,7 +219,7 @@ def test_a_pass_that_resets_the_split_is_caught(fused: str) -> None:
     check_split(settled())
     reset = settled(**{fused: True})
     assert reset.splitting_ops == []
-    with pytest.raises(LoadError, match=r"taps no longer split the graph.*without them"):
+    with pytest.raises(LoadError, match=r"taps do not split the graph.*without these"):
         check_split(reset)
 
 

@@ -291,6 +291,33 @@ def test_without_memory_for_its_own_rows_a_request_has_an_error_and_its_neighbou
     assert failed.saves == {}
 
 
+def test_without_memory_to_join_a_request_is_over_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its engine goes on: closing it raises nothing."""
+
+    def full(*arguments: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    passes = Passes("a")
+    passes.step("a")
+    live = passes.lives["a"]
+    monkeypatch.setattr(Run, "rows", full)
+    live.close()
+    assert "out of memory" in str(live.error)
+    assert live.saves == {}
+
+
+def test_a_stack_that_was_closed_takes_nothing_and_another_dtype_is_not_cast() -> None:
+    passes = Passes("ab")
+    passes.step("ab")
+    stack = passes.lives["a"].stack
+    assert stack is not None
+    kept = {key: torch.zeros(2, 8, dtype=torch.float64) for key in passes.host.recorder._keys}
+    assert stack.fits(kept)
+    assert not stack.fits({key: x.float() for key, x in kept.items()})
+    stack.close()
+    assert not stack.fits(kept)
+
+
 def test_what_was_read_is_checked_where_it_lies_joined() -> None:
     for value, why in ((0.0, "nothing but zeros"), (float("nan"), "NaN or infinity"), (2.0, "one constant")):
         host = Host()

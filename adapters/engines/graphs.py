@@ -62,8 +62,8 @@ def check_split(config: Any) -> None:
     what is fused with it want one graph, in which taps run when it is captured and never again."""
     if not set(OPERATORS) <= set(config.splitting_ops or ()):
         raise LoadError(
-            "taps no longer split the graph: vLLM reset splitting_ops, as pass_config's enable_sp and fuse_gemm_comms "
-            "make it do; load(..., compilation_config=...) without them"
+            "taps do not split the graph: splitting_ops lacks them. vLLM resets it for pass_config's enable_sp and "
+            "fuse_gemm_comms, and one given by hand replaces it: load(..., compilation_config=...) without these"
         )
 
 

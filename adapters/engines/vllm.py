@@ -28,7 +28,7 @@ TAPS = "tapgrid_taps"
 BUFFERS = "tapgrid_buffers"
 # The key under which a request carries its interventions in `SamplingParams.extra_args`.
 EXTRA = "tapgrid"
-_INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 class VLLMEngine:
@@ -250,15 +250,14 @@ def load_vllm(
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables for a boot, where the user set none; gone afterwards, so that a plain engine beside is untouched. So is
-    the folder that vLLM leaves torch's own compiler with, where it compiled ahead of time."""
+    """Variables for a boot, where the user set none, gone afterwards (vLLM itself remembers its own for as long as the
+    engine lives). The folders that vLLM leaves compilers with, where it compiled ahead of time, are as they were."""
     own = {name: value for name, value in variables.items() if name not in os.environ}
-    folder = os.environ.get(_INDUCTOR)
+    folders = {name: os.environ[name] for name in _FOLDERS if name in os.environ}
     os.environ.update(own)
     try:
         yield
     finally:
-        for name in (*own, _INDUCTOR):
+        for name in (*own, *_FOLDERS):
             os.environ.pop(name, None)
-        if folder is not None:
-            os.environ[_INDUCTOR] = folder
+        os.environ.update(folders)
