@@ -52,10 +52,11 @@ def facts(adapter: object = None) -> dict[str, Any]:
     found: dict[str, Any] = {"in_process": not any(_engines()), "omp_threads": os.environ.get("OMP_NUM_THREADS")}
     if torch := sys.modules.get("torch"):
         found["threads"] = torch.get_num_threads()
-    if found["in_process"] and (huge := huge_bytes()) is not None:
-        found["huge_pages"] = huge >= _MANY
     # The configuration of what runs, and not of a model that a library only built to look at (nnsight does).
     engines = held(adapter, "LLMEngine", "AsyncLLM")
+    # Only where it is asked: the system walks all pages of the process for it, 50 ms where there are many.
+    if engines and found["in_process"] and (huge := huge_bytes()) is not None:
+        found["huge_pages"] = huge >= _MANY
     return found | from_configs(e.vllm_config for e in engines)
 
 
