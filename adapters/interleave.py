@@ -32,7 +32,7 @@ from adapters.modes import (
     is_inference_mode_enabled,
     set_grad_enabled,
 )
-from adapters.modules import layer_stem, no_such_module, parameter, ran_before
+from adapters.modules import Key, layer_stem, no_such_module, parameter, ran_before
 from adapters.points import _STRIDE, UNEMBED, Location, Points
 from adapters.recompute import replayed
 from adapters.recorded import Recorder
@@ -42,7 +42,6 @@ from adapters.threads import Threads, runs_function
 
 __all__ = ["Host", "Interleaver", "Key", "no_such_module", "parameter"]
 
-Key = tuple[str, str]
 # Up to so many rows of a request share a product with others': it is the reading of the head that takes its time, with
 # more rows it is the arithmetic, and the logits of a whole batch of prompts need memory for all of them at once.
 _FEW = 8

@@ -137,11 +137,17 @@ class Saves(MutableMapping[str, list[Any]]):
 
 
 def _laid_together(entries: list[Any]) -> list[Any] | Joined:
-    runs = [e if type(e) is Run else None for e in entries]
-    if not any(runs):
+    if not any(type(e) is Run for e in entries):
         return entries
-    lengths = [n for e, run in zip(entries, runs, strict=True) for n in ([1] * len(run) if run else [e.shape[0]])]
-    return Joined(torch.cat([run.rows() if run else e for e, run in zip(entries, runs, strict=True)]), lengths)
+    pieces, lengths = list[torch.Tensor](), list[int]()
+    for entry in entries:
+        if type(entry) is Run:
+            pieces.append(entry.rows())
+            lengths += [1] * len(entry)
+        else:
+            pieces.append(entry)
+            lengths.append(entry.shape[0])
+    return Joined(torch.cat(pieces), lengths)
 
 
 def held(saves: Mapping[str, list[Any]], name: str) -> list[Any] | Joined:

@@ -64,17 +64,18 @@ class Stack:
         for key, x in held.items():
             alike.setdefault((x.shape, x.dtype, lead[key]), []).append(key)
         # [passes, places, ...] as the model has it, and the same memory as [passes, places, requests, ...].
-        self._stacks: list[tuple[torch.Tensor, list[int]]] = []
+        self._stacks: list[tuple[torch.Tensor, list[Key]]] = []
         self._by_request: list[torch.Tensor] = []
-        found, order = dict[Key, tuple[int, int]](), {key: i for i, key in enumerate(held)}
-        for (shape, dtype, leads), keys in alike.items():
-            stack = held[keys[0]].new_empty((self._most, len(keys), *shape), dtype=dtype)
-            ones = rows.ones(stack[0, 0, 0] if leads else stack[0, 0])
+        found = dict[Key, tuple[int, int]]()
+        for keys in alike.values():
+            x = held[keys[0]]
+            stack = x.new_empty(self._most, len(keys), *x.shape)
+            ones = rows.ones(stack[0, 0, 0] if lead[keys[0]] else stack[0, 0])
             by_request = stack.as_strided(
                 (*stack.shape[:2], *ones.shape), (*stack.stride()[:2], *ones.stride()), ones.storage_offset()
             )
             found |= {key: (len(self._stacks), i) for i, key in enumerate(keys)}
-            self._stacks.append((stack, [order[key] for key in keys]))
+            self._stacks.append((stack, keys))
             self._by_request.append(by_request)
         self._places = [(place.name, place.loc, place.value, *found[place.loc.key]) for place in places]
         for _, _, value, group, i in self._places:
@@ -96,9 +97,8 @@ class Stack:
         """Keep a pass."""
         if self._passes == self._most:
             self.cut()
-        xs = list(held.values())
-        for stack, own in self._stacks:
-            torch.stack(xs if len(own) == len(xs) else [xs[i] for i in own], out=stack[self._passes])
+        for stack, keys in self._stacks:
+            torch.stack([held[key] for key in keys], out=stack[self._passes])
         self._passes += 1
 
     def cut(self) -> None:

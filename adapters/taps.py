@@ -191,9 +191,10 @@ class Taps:
         self, model: torch.nn.Module, taps: Sequence[str], points: Points, buffers: Sequence[str] = ()
     ) -> None:
         self.names, self.buffers, self._points = list(taps), list(buffers), points
+        self.locations = declared(taps, points)
         self._ids: dict[Key, torch.Tensor] = {}
         self._prefix: dict[Key, tuple[None, ...]] = {}
-        for loc in declared(taps, points):
+        for loc in self.locations:
             self._ids[loc.key] = new_id()
             self._prefix[loc.key] = (None,) * loc.site.index
             _insert(model, loc, self._ids[loc.key])

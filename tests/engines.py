@@ -49,6 +49,17 @@ def on_taps(engine: str, declared: Sequence[str]) -> Runtime:
     return adapters.load(resolve(LLAMA), engine=engine, backend="taps", taps=declared, dtype="float32", **given)
 
 
+def tapped(declared: Sequence[str]) -> Any:
+    """The fixture `rt` of a file: compiled engines of both kinds with the same taps, each booted once for it."""
+
+    @pytest.fixture(scope="module", params=BOTH, name="rt")
+    def compiled(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+        with on_taps(request.param, declared) as runtime:
+            yield runtime
+
+    return compiled
+
+
 @pytest.fixture(autouse=True)
 def armed() -> Iterator[None]:
     """For files that import it: an id is an address, which another tensor may have after a test that failed, so nothing

@@ -15,6 +15,7 @@ from adapters.boot import load
 from adapters.columns import all_columns
 from adapters.declared import Add, Capture
 from adapters.engines import ahead
+from adapters.engines.graphs import compiled_parts
 from adapters.engines.settings import environment
 from adapters.errors import LoadError
 from adapters.points import Location, points_of
@@ -118,7 +119,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def was_loaded(rt: Runtime) -> bool:
-    compiled = [m for m in rt.engine.host.model.modules() if not getattr(m, "do_not_compile", True)]  # type: ignore[attr-defined]
+    compiled = compiled_parts(rt.engine.host.model)  # type: ignore[attr-defined]
     assert compiled
     return all(m.was_aot_compile_fn_loaded_from_disk for m in compiled)
 

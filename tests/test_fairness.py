@@ -199,8 +199,7 @@ def test_facts_of_a_process_without_an_engine() -> None:
     code = "import json; from harness import engine_facts as e; print(json.dumps(e.facts()))"
     env = environment(Settings(threads=1)) | {"PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)
-    assert found == {"in_process": True, "omp_threads": "1"}
+    assert json.loads(done.stdout) == {"in_process": True, "omp_threads": "1"}
 
 
 def test_how_much_memory_is_on_huge_pages(tmp_path: Path) -> None:

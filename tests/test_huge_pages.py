@@ -88,7 +88,7 @@ def test_an_error_while_loading_is_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 
 CODE = """
 import torch
-from adapters.engines.huge_pages import mapped, on_huge_pages
+from adapters.engines.huge_pages import on_huge_pages
 from harness.engine_facts import huge_bytes
 old = torch.arange(8 << 20, dtype=torch.int32)  # 32 MiB
 start = huge_bytes()

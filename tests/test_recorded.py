@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from adapters.recorded import Recorder
 from adapters.rows import Batch, Part, Slab
 from adapters.runtime import Runtime
 from adapters.saves import copied
-from tests.engines import BOTH, by_hand, on_taps, same_entries
+from tests.engines import by_hand, same_entries, tapped
 
 DECLARED = ["resid_post.*", "resid_pre.1", "z.1", "q.0", "mlp_in.2", "mlp_act.1"]
 EVERYTHING = Capture(*DECLARED)
@@ -35,11 +34,7 @@ PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 pytestmark = pytest.mark.timeout(600)  # a compiled engine may take minutes to boot
 
 
-@pytest.fixture(scope="module", params=BOTH)
-def rt(request: pytest.FixtureRequest) -> Iterator[Runtime]:
-    """Compiled engines of both kinds with the same taps."""
-    with on_taps(request.param, DECLARED) as runtime:
-        yield runtime
+compiled = tapped(DECLARED)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import io
 import pickle
 import random
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from adapters.rows import Batch, Rows, Slab
 from adapters.runtime import Output, Runtime
 from adapters.saves import Joined, Run, Saves, held, whole
 from adapters.stacked import PASSES, Stack
-from tests.engines import BOTH, by_hand, on_taps, same_entries
+from tests.engines import by_hand, same_entries, tapped
 from tests.test_recorded import Host
 
 # Widths of several kinds, a name that lies where another does, heads, parts of a fused projection.
@@ -34,11 +34,7 @@ PROMPTS = [[5, 6, 7, 8], [9], [11, 12, 13, 14, 15, 16, 17]]
 pytestmark = pytest.mark.timeout(600)  # a compiled engine may take minutes to boot
 
 
-@pytest.fixture(scope="module", params=BOTH)
-def rt(request: pytest.FixtureRequest) -> Iterator[Runtime]:
-    """Compiled engines of both kinds with the same taps."""
-    with on_taps(request.param, DECLARED) as runtime:
-        yield runtime
+compiled = tapped(DECLARED)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,17 +9,14 @@ import torch
 
 from adapters.interleave import Interleaver
 from adapters.runtime import Runtime
-from tests.engines import BOTH, on_taps, relative
+from tests.engines import relative, tapped
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 
 pytestmark = pytest.mark.timeout(600)  # a compiled engine may take minutes to boot
 
 
-@pytest.fixture(scope="module", params=BOTH)
-def rt(request: pytest.FixtureRequest) -> Iterator[Runtime]:
-    with on_taps(request.param, ["resid_post.*", "z.1"]) as runtime:
-        yield runtime
+compiled = tapped(["resid_post.*", "z.1"])
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from adapters.engines.graphs import compiled_parts
 from adapters.points import Location
 
 # The key in `additional_config`, which vLLM hashes.
@@ -41,15 +42,14 @@ def tell(model: Any, taps: Sequence[Location], buffers: Sequence[Location]) -> N
     model's config, what torch's compiler is told, and the width of this CPU's vectors, for which its code was written
     (on another one the same code computes something else, and says nothing)."""
     told_to = {n: v for n, v in os.environ.items() if n.startswith("TORCHINDUCTOR_") and not n.endswith("_CACHE_DIR")}
-    for module in model.modules():
-        if getattr(module, "do_not_compile", True) is False:
-            config = module.vllm_config
-            facts = [
-                *([f"{loc.key} {loc.site}" for loc in places] for places in (taps, buffers)),
-                config.scheduler_config.max_num_seqs if buffers else None,
-                config.model_config.hf_config.to_dict(),
-                told_to,
-                torch.backends.cpu.get_cpu_capability(),
-            ]
-            told = json.dumps(facts, sort_keys=True, default=str)
-            config.additional_config[PLACES] = hashlib.sha256(told.encode()).hexdigest()
+    for module in compiled_parts(model):
+        config = module.vllm_config
+        facts = [
+            *([f"{loc.key} {loc.site}" for loc in places] for places in (taps, buffers)),
+            config.scheduler_config.max_num_seqs if buffers else None,
+            config.model_config.hf_config.to_dict(),
+            told_to,
+            torch.backends.cpu.get_cpu_capability(),
+        ]
+        told = json.dumps(facts, sort_keys=True, default=str)
+        config.additional_config[PLACES] = hashlib.sha256(told.encode()).hexdigest()

@@ -38,9 +38,14 @@ def is_hybrid(config: Mapping[str, Any]) -> bool:
     return any(str(k).startswith(_STATEFUL) for k in kinds) or any(str(k).startswith(_OF_STATES) for k in text)
 
 
+def compiled_parts(model: Any) -> list[Any]:
+    """The modules of `model` that vLLM compiles; its model classes say so one by one."""
+    return [module for module in model.modules() if getattr(module, "do_not_compile", True) is False]
+
+
 def is_compiled(model: Any) -> bool:
-    """Whether vLLM compiles any part of `model`; its model classes say so one by one."""
-    return any(getattr(module, "do_not_compile", True) is False for module in model.modules())
+    """Whether vLLM compiles any part of `model`."""
+    return bool(compiled_parts(model))
 
 
 def splitting(*, hybrid: bool = False) -> dict[str, Any]:

@@ -34,8 +34,8 @@ def environment(settings: Settings, *, cuda: bool = False, ahead: bool = False) 
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
-    # vLLM 0.27 cannot load again what it compiled ahead of time on a CPU ("no attribute 'finalize_loading'") and
-    # compiles SmolLM2 for 50 s at every boot. Without that, torch's own cache serves a second boot: 20 s for 70.
+    # Who cannot load again what is compiled ahead of time compiles SmolLM2 for 50 s at every boot. Traced, torch's own
+    # cache serves a second boot: 20 s for 70.
     traced = {} if ahead else {"VLLM_USE_AOT_COMPILE": "0"}
     cpu = traced | {
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -32,14 +32,14 @@ from adapters.modules import parameter
 from adapters.points import LOGITS_KEY, SAMPLED_KEY, Points, dimensions, family_of
 from adapters.recorded import Recorder
 from adapters.rows import Slab
-from adapters.taps import Taps, declared
+from adapters.taps import Taps
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
-mend()
+mend()  # a rank's process has only this side
 
 # Workers of engines in this process, newest last: how a client there reaches its own without a remote call.
 WORKERS: list[Worker] = []
@@ -60,10 +60,9 @@ class WorkerHost:
             most = runner.vllm_config.scheduler_config
             tokens, requests = most.max_num_batched_tokens, most.max_num_seqs
             self.buffers = Buffers(self.model, buffers, self.points, taps or (), tokens=tokens, requests=requests)
-        if taps is not None:
-            tell(self.model, declared(taps, self.points), declared(buffers, self.points))
         self.il = Interleaver(self)
-        if taps is not None:
+        if isinstance(self.hooks, Taps):
+            tell(self.model, self.hooks.locations, self.buffers.locations if self.buffers is not None else ())
             self.il.recorder = Recorder(self.il)
         # What the graph does for a request, by its id.
         self.planned: dict[str, Planned] = {}
