@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from harness.progress import Quiet
 from harness.store import Store
@@ -32,6 +34,13 @@ def pytest_testnodedown(node: Any, error: Any) -> None:
         except subprocess.TimeoutExpired:
             ended = "no status: it is still alive"
         print(f"\n{node.gateway.id}, process {process.pid}, ended with {ended}", file=sys.__stderr__)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test that runs pytest in this process leaves the traceback of a later crash to a file that nobody reads."""
+    if (stderr := item.config.stash.get(fault_handler_stderr_fd_key, None)) is not None:
+        faulthandler.enable(stderr)
 
 
 class Heard(Quiet):
