@@ -22,7 +22,7 @@ from adapters.points import Location, points_of
 from adapters.runtime import Runtime
 from adapters.work import Settings
 from harness.models import resolve
-from tests.engines import LLAMA, VLLM, on_taps
+from tests.engines import LLAMA, VLLM, on_taps, vllm
 
 POINTS = points_of({"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 8, "num_attention_heads": 2}, "vllm")
 VARIABLE = "VLLM_USE_AOT_COMPILE"
@@ -124,6 +124,14 @@ def was_loaded(rt: Runtime) -> bool:
     return all(m.was_aot_compile_fn_loaded_from_disk for m in compiled)
 
 
+def rotary(rt: Runtime) -> set[int]:
+    """The rotary embeddings of an engine: vLLM would give one engine the other's, with the other's kernel."""
+    modules = rt.engine.host.model.named_modules()  # type: ignore[attr-defined]
+    found = {id(module) for name, module in modules if name.endswith("rotary_emb")}
+    assert found
+    return found
+
+
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_a_second_boot_loads_what_the_first_compiled_and_is_bit_equal(cache: Path) -> None:
@@ -137,8 +145,10 @@ def test_a_second_boot_loads_what_the_first_compiled_and_is_bit_equal(cache: Pat
         outs = [o for work in (edit, add) for o in rt.run([[5, 6, 7], [8, 9]], work, max_new_tokens=3, ignore_eos=True)]
         return [o.cat(name) for o in outs for name in o.saves]
 
+    beside = vllm()
     with on_taps("vllm", ["z.*", "resid_post.1"]) as rt:
         assert not was_loaded(rt)
+        assert not rotary(rt) & rotary(beside)
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache / "inductor"), "vLLM would leave its own folder"
         first = run(rt)
     with on_taps("vllm", ["z.*", "resid_post.1"]) as rt:

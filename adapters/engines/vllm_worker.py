@@ -15,6 +15,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+from vllm.model_executor.layers import rotary_embedding
 from vllm.platforms import current_platform
 
 from adapters.buffers import Buffers, Part, Planned
@@ -236,12 +237,19 @@ def _may_preempt(runner: Any) -> bool:
     return bool(blocks - 1 < config.scheduler_config.max_num_seqs * longest * groups)
 
 
+def share_no_rotary_embedding() -> None:
+    """vLLM keeps them for all models of a process: one that an eager engine made would bring its kernel into the graph
+    of a compiled one beside it, and what listens at one engine's would hear the other's."""
+    getattr(rotary_embedding, "_ROPE_DICT", {}).clear()
+
+
 class Worker(PlatformWorker):  # type: ignore[misc]
     """The platform's worker, with room for interventions."""
 
     tapgrid: WorkerHost | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        share_no_rotary_embedding()
         with on_huge_pages() if current_platform.is_cpu() else nullcontext():
             super().load_model(*args, **kwargs)
         import vllm
