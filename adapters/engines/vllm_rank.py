@@ -75,8 +75,7 @@ class RankWorker(Worker):
         plain = runner.execute_model
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            for new in scheduler_output.scheduled_new_reqs:
-                host.admit(new.req_id, new.sampling_params)
+            host.scheduled(scheduler_output)
             return plain(scheduler_output, *args, **kwargs)
 
         runner.execute_model = execute_model

@@ -72,8 +72,12 @@ class WorkerHost:
         self.carried: dict[str, Carried] = {}
         # Requests that ended themselves, and how many of their tokens they keep.
         self.ended: dict[str, int] = {}
+        # Requests whose keys and values are NaN or infinite, as far as the cache still holds them.
+        self.spoilt: set[str] = set()
         self._unpickled: dict[bytes, Carried] = {}
         self._open: list[Job] = []
+        # Places in this pass's batch where the graph adds something.
+        self._added: list[int] = []
         self._seams = False
 
     # ---- what interventions borrow
@@ -104,6 +108,17 @@ class WorkerHost:
         return logits
 
     # ---- requests
+
+    def scheduled(self, what: Any) -> None:
+        """The next pass is `what`, a scheduler's output: requests have come, others have given up their part of the
+        cache."""
+        for id in (*what.finished_req_ids, *(what.preempted_req_ids or ())):
+            live = self.live.get(id)
+            if id in self.spoilt or (live is not None and _may_have_spoilt(live)):
+                self.spoilt.discard(id)
+                wipe(self.runner, id)
+        for new in what.scheduled_new_reqs:
+            self.admit(new.req_id, new.sampling_params)
 
     def admit(self, id: str, sampling_params: Any) -> None:
         """Register a new request, if it carries interventions."""
@@ -146,6 +161,8 @@ class WorkerHost:
             live = self.live.pop(id, None)
             self.planned.pop(id, None)
             self.ended.pop(id, None)
+            if live is not None and _may_have_spoilt(live):
+                self.spoilt.add(id)
             found.append(None if live is None else self.kept(live))
         if not self.live:
             if self.buffers is not None:
@@ -179,7 +196,7 @@ class WorkerHost:
         starts = self.runner.query_start_loc.np[: n + 1].tolist()
         discarded = self.runner.discard_request_mask.np
         computed, prompts = batch.num_computed_tokens_cpu, batch.num_prompt_tokens
-        jobs, graphed = [], list[Part]()
+        jobs, graphed, added = [], list[Part](), list[int]()
         for i, id in enumerate(batch.req_ids[:n]):
             live = self.live.get(id)
             if live is None or live.ended:
@@ -188,10 +205,12 @@ class WorkerHost:
             planned = self.planned.get(id)
             if planned is not None:
                 graphed.append(Part(live, planned, start, stop, first))
+                if planned.adds:
+                    added.append(i)
             if live.passes:
                 jobs.append(Job(live, i, first, stop - start, first < prompts[i], not discarded[i]))
         ids = kwargs.get("input_ids")
-        self._open = jobs
+        self._open, self._added = jobs, added
         try:
             if self.buffers is not None:
                 self.buffers.begin(graphed)
@@ -203,15 +222,33 @@ class WorkerHost:
                 self.buffers.end(graphed)
             return out
         except BaseException:
+            self.spoilt |= {batch.req_ids[i] for i in self._wrote()}
             self._open = []
             self.il.abandon()
             raise
 
     def _compute_logits(self, hidden: torch.Tensor) -> Any:
+        if wrote := self._wrote():
+            self._look_for_spoilt(hidden, wrote)
         logits = self._plain[1](hidden)
         if self._open:
             self.il.visit(LOGITS_KEY, logits)
         return logits
+
+    def _wrote(self) -> list[int]:
+        """Places in this pass's batch where something was written."""
+        return [*self._added, *(job.place for job in self._open if job.live.wrote)]
+
+    def _look_for_spoilt(self, hidden: torch.Tensor, wrote: Sequence[int]) -> None:
+        """Note who of those that `wrote` has NaN in the cache. Whatever of it was read by one attention is in every
+        coordinate of that request's last rows, `hidden` [requests, d_model]: one coordinate tells."""
+        self._added = []
+        odd = ~hidden[:, 0].isfinite()
+        if not bool(odd.any()):
+            return
+        batch = self.runner.input_batch
+        one_each = len(hidden) == batch.num_reqs
+        self.spoilt |= {batch.req_ids[i] for i in wrote if not one_each or bool(odd[i])}
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         drawn = self._plain[2](*args, **kwargs)
@@ -235,6 +272,23 @@ def _may_preempt(runner: Any) -> bool:
     groups = len(runner.kv_cache_config.kv_cache_groups)
     longest = -(-config.model_config.max_model_len // size)
     return bool(blocks - 1 < config.scheduler_config.max_num_seqs * longest * groups)
+
+
+def _may_have_spoilt(live: Live) -> bool:
+    """Whether a request ended with its own error after a write, perhaps before any of its rows came out of the model."""
+    return live.wrote and live.error is not None
+
+
+def wipe(runner: Any, id: str) -> None:
+    """Zero a request's part of the cache: kernels read whole blocks, and where the next owner of one has written no
+    value yet, NaN times a weight of zero is NaN. vLLM wipes for hybrid models only."""
+    request = runner.requests.get(id)
+    if request is None:
+        return
+    if not current_platform.is_cpu() and not hasattr(runner, "_kv_block_zeroer"):
+        runner._init_kv_zero_meta()
+    with torch.inference_mode():
+        runner._zero_block_ids([block for group in request.block_ids for block in group])
 
 
 def share_no_rotary_embedding() -> None:
@@ -273,8 +327,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
     def execute_model(self, scheduler_output: Any) -> Any:
         host = self.tapgrid
         if host is not None:
-            for new in scheduler_output.scheduled_new_reqs:
-                host.admit(new.req_id, new.sampling_params)
+            host.scheduled(scheduler_output)
         return super().execute_model(scheduler_output)
 
     def tapgrid_collect(self, ids: list[str], packed: bool = True) -> Any:
