@@ -81,6 +81,8 @@ def test_nobody_after_it_reads_what_a_request_spoilt(rt: Runtime, how: str) -> N
             assert relative(beside.cat("logits"), wanted[2].cat("logits")[:3]) < 1e-4
     for _ in range(12):
         same(run(rt, IDS, KEEP), wanted)
+    host: Any = getattr(rt.engine, "host", None)
+    assert host is None or not host.spoilt
 
 
 def test_a_request_reads_what_it_spoilt_itself(rt: Runtime) -> None:

@@ -161,7 +161,7 @@ class WorkerHost:
             live = self.live.pop(id, None)
             self.planned.pop(id, None)
             self.ended.pop(id, None)
-            if live is not None and _may_have_spoilt(live):
+            if live is not None and _may_have_spoilt(live) and id in self.runner.requests:
                 self.spoilt.add(id)
             found.append(None if live is None else self.kept(live))
         if not self.live:
@@ -275,7 +275,7 @@ def _may_preempt(runner: Any) -> bool:
 
 
 def _may_have_spoilt(live: Live) -> bool:
-    """Whether a request ended with its own error after a write, perhaps before any of its rows came out of the model."""
+    """Whether a request ended with its own error after a write, perhaps before any row of it came out of the model."""
     return live.wrote and live.error is not None
 
 
