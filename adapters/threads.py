@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from adapters.errors import InterventionError
+from adapters.stack_end import run_at_an_end
 
 if TYPE_CHECKING:
     from adapters.intervention import Pass
@@ -31,15 +32,18 @@ class Threads(local):
 
     def one(self, hub: Any) -> Any:
         """A greenlet that does the job that it is first switched to with, and then comes back to `hub`."""
-        if not self.idle:
-            return greenlet(partial(_one_after_another, self.runs, self.idle), hub)
-        thread = self.idle.pop()
+        if self.idle:
+            thread = self.idle.pop()
+        else:
+            thread = greenlet(partial(run_at_an_end, partial(_one_after_another, self.runs, self.idle)))
+            thread.switch()  # what a greenlet is started with it keeps, and that would be its first job
         thread.parent, thread.gr_context = hub, None
         return thread
 
 
-def _one_after_another(runs: Callable[[Any], bool], idle: list[Any], job: Any) -> None:
+def _one_after_another(runs: Callable[[Any], bool], idle: list[Any]) -> None:
     thread = getcurrent()
+    job = thread.parent.switch(None)
     while runs(job) and len(idle) < _IDLE:
         del job
         idle.append(thread)
