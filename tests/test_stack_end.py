@@ -99,7 +99,7 @@ def test_every_function_of_an_intervention_runs_there(hf: Any) -> None:
 
 
 STRESS = """
-import functools, random, sys
+import functools, random
 import torch
 from greenlet import getcurrent
 from adapters.threads import Threads
@@ -127,7 +127,7 @@ class Model(torch.nn.Module):
     def forward(self, n, f):
         return deep(n, f)
 
-random.seed(int(sys.argv[1]))
+random.seed(1)
 model, threads, parked = Model(), Threads(runs), []
 
 def start():
@@ -150,11 +150,10 @@ print("alive")
 """
 
 
-@pytest.mark.parametrize("seed", ["1", "2"])
-def test_twenty_thousand_errors_of_torch_are_survived(seed: str) -> None:
+def test_twenty_thousand_errors_of_torch_are_survived() -> None:
     """Without the end a process is dead after some ten thousand."""
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", STRESS, seed],
+        [sys.executable, "-X", "faulthandler", "-c", STRESS],
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
