@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import clock, fingerprint, store, visit
+from harness import clock, fingerprint, grid, store, visit
 from harness.grid import Limits
 from harness.judge import Cell, judge
 from harness.plan import rounds_of
@@ -64,6 +64,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(visit, "Worker", InThisProcess)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
+    monkeypatch.setattr(grid, "every_column", functools.cache(grid.every_column))
     for name, value in (("collect", facts), ("packages", facts["packages"]), ("code_hash", "0" * 16)):
         monkeypatch.setattr(fingerprint, name, lambda *a, value=value, **k: value)
     loads = functools.lru_cache(1 << 12)(json.loads)  # a store is read anew at every step; a line is parsed once
