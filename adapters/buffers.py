@@ -155,6 +155,8 @@ class Buffers:
     def begin(self, parts: Sequence[Part]) -> None:
         """Before a pass: which of its rows get which additions."""
         adding = [p for p in parts if p.planned.adds and not p.live.ended]
+        for part in adding:
+            part.live.wrote = True
         wanted = {p.planned.key for p in adding}
         filled = [(p.start, p.stop, self._slot(p.planned, wanted)) for p in adding]
         if filled == self._filled:
@@ -194,7 +196,6 @@ class Buffers:
         # Positions that are computed again were handed out before; what is added to them was added again.
         start = part.start + max(planned.handed - part.first, 0)
         planned.handed = max(planned.handed, part.first + stop - part.start)
-        live.wrote = live.wrote or bool(planned.adds)
         if not planned.captures or start >= stop:
             return
         for name, loc, i in planned.captures:

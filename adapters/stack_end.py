@@ -44,8 +44,8 @@ def _enter(call: _Call) -> None:
         call.error = error
 
 
-_ENTERED = ctypes.PYFUNCTYPE(None, ctypes.py_object)(_enter)
-_ENTER = ctypes.cast(_ENTERED, ctypes.c_void_p)
+_Function = ctypes.PYFUNCTYPE(None, ctypes.py_object)
+_ENTER = _Function(_enter)
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def _through() -> Callable[[Any, _Call], None] | None:
     code = _CODE.get(platform.machine()) if sys.platform == "linux" else None
     if code is None:
         return None
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
     try:
@@ -69,7 +69,7 @@ def _through() -> Callable[[Any, _Call], None] | None:
         os.close(file)
     if address in (None, ctypes.c_void_p(-1).value):
         return None
-    return ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.py_object)(address)
+    return ctypes.PYFUNCTYPE(None, _Function, ctypes.py_object)(address)
 
 
 def run_at_an_end(run: Callable[[], None]) -> None:

@@ -82,7 +82,7 @@ def test_nobody_after_it_reads_what_a_request_spoilt(rt: Runtime, how: str) -> N
     for _ in range(12):
         same(run(rt, IDS, KEEP), wanted)
     host: Any = getattr(rt.engine, "host", None)
-    assert host is None or not host.spoilt
+    assert host is None or not host.to_wipe
 
 
 def test_a_request_reads_what_it_spoilt_itself(rt: Runtime) -> None:
@@ -148,4 +148,4 @@ def test_who_wrote_nothing_that_spoils_keeps_its_cache(monkeypatch: pytest.Monke
         run(rt, IDS, [KEEP, broken(torch.nan), None], max_new_tokens=2)
         run(rt, IDS)
         assert len(wiped) == 1
-        assert not rt.engine.host.spoilt  # type: ignore[attr-defined]
+        assert not rt.engine.host.to_wipe  # type: ignore[attr-defined]

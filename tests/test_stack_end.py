@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +18,7 @@ from adapters import stack_end
 from adapters.stack_end import run_at_an_end
 from adapters.threads import Threads
 from tests.engines import assert_clean, hf, prompts, run
+from tests.test_runtime_clean import python
 
 __all__ = ["hf"]  # a fixture
 
@@ -152,15 +151,7 @@ print("alive")
 
 def test_twenty_thousand_errors_of_torch_are_survived() -> None:
     """Without the end a process is dead after some ten thousand."""
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", STRESS],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert (done.returncode, done.stdout.strip()) == (0, "alive"), done.stderr
+    assert python(STRESS, PYTHONFAULTHANDLER="1").strip() == "alive"
 
 
 # ---- what goes through

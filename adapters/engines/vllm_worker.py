@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -72,12 +72,10 @@ class WorkerHost:
         self.carried: dict[str, Carried] = {}
         # Requests that ended themselves, and how many of their tokens they keep.
         self.ended: dict[str, int] = {}
-        # Requests whose keys and values are NaN or infinite, as far as the cache still holds them.
-        self.spoilt: set[str] = set()
+        # Requests whose part of the cache is to be wiped when they give it up: NaN or infinity is in it, or may be.
+        self.to_wipe: set[str] = set()
         self._unpickled: dict[bytes, Carried] = {}
         self._open: list[Job] = []
-        # Places in this pass's batch where the graph adds something.
-        self._added: list[int] = []
         self._seams = False
 
     # ---- what interventions borrow
@@ -112,11 +110,9 @@ class WorkerHost:
     def scheduled(self, what: Any) -> None:
         """The next pass is `what`, a scheduler's output: requests have come, others have given up their part of the
         cache."""
-        for id in (*what.finished_req_ids, *(what.preempted_req_ids or ())):
-            live = self.live.get(id)
-            if id in self.spoilt or (live is not None and _may_have_spoilt(live)):
-                self.spoilt.discard(id)
-                wipe(self.runner, id)
+        for id in self.to_wipe.intersection((*what.finished_req_ids, *(what.preempted_req_ids or ()))):
+            self.to_wipe.remove(id)
+            wipe(self.runner, id)
         for new in what.scheduled_new_reqs:
             self.admit(new.req_id, new.sampling_params)
 
@@ -161,8 +157,6 @@ class WorkerHost:
             live = self.live.pop(id, None)
             self.planned.pop(id, None)
             self.ended.pop(id, None)
-            if live is not None and _may_have_spoilt(live) and id in self.runner.requests:
-                self.spoilt.add(id)
             found.append(None if live is None else self.kept(live))
         if not self.live:
             if self.buffers is not None:
@@ -196,7 +190,7 @@ class WorkerHost:
         starts = self.runner.query_start_loc.np[: n + 1].tolist()
         discarded = self.runner.discard_request_mask.np
         computed, prompts = batch.num_computed_tokens_cpu, batch.num_prompt_tokens
-        jobs, graphed, added = [], list[Part](), list[int]()
+        jobs, graphed = [], list[Part]()
         for i, id in enumerate(batch.req_ids[:n]):
             live = self.live.get(id)
             if live is None or live.ended:
@@ -205,12 +199,10 @@ class WorkerHost:
             planned = self.planned.get(id)
             if planned is not None:
                 graphed.append(Part(live, planned, start, stop, first))
-                if planned.adds:
-                    added.append(i)
             if live.passes:
                 jobs.append(Job(live, i, first, stop - start, first < prompts[i], not discarded[i]))
         ids = kwargs.get("input_ids")
-        self._open, self._added = jobs, added
+        self._open = jobs
         try:
             if self.buffers is not None:
                 self.buffers.begin(graphed)
@@ -222,33 +214,31 @@ class WorkerHost:
                 self.buffers.end(graphed)
             return out
         except BaseException:
-            self.spoilt |= {batch.req_ids[i] for i in self._wrote()}
+            self.to_wipe |= self._writers().keys()
             self._open = []
             self.il.abandon()
             raise
 
     def _compute_logits(self, hidden: torch.Tensor) -> Any:
-        if wrote := self._wrote():
-            self._look_for_spoilt(hidden, wrote)
+        if writers := self._writers():
+            self._look_for_spoilt(hidden, writers)
         logits = self._plain[1](hidden)
         if self._open:
             self.il.visit(LOGITS_KEY, logits)
         return logits
 
-    def _wrote(self) -> list[int]:
-        """Places in this pass's batch where something was written."""
-        return [*self._added, *(job.place for job in self._open if job.live.wrote)]
+    def _writers(self) -> dict[str, int]:
+        """Requests of this pass that have written something, and their places in its batch."""
+        batch, live = self.runner.input_batch, self.live
+        return {id: i for i, id in enumerate(batch.req_ids[: batch.num_reqs]) if id in live and live[id].wrote}
 
-    def _look_for_spoilt(self, hidden: torch.Tensor, wrote: Sequence[int]) -> None:
-        """Note who of those that `wrote` has NaN in the cache. Whatever of it was read by one attention is in every
+    def _look_for_spoilt(self, hidden: torch.Tensor, writers: Mapping[str, int]) -> None:
+        """Note which of the `writers` have NaN in the cache. Whatever of it was read by one attention is in every
         coordinate of that request's last rows, `hidden` [requests, d_model]: one coordinate tells."""
-        self._added = []
         odd = ~hidden[:, 0].isfinite()
-        if not bool(odd.any()):
-            return
-        batch = self.runner.input_batch
-        one_each = len(hidden) == batch.num_reqs
-        self.spoilt |= {batch.req_ids[i] for i in wrote if not one_each or bool(odd[i])}
+        if bool(odd.any()):
+            one_each = len(hidden) == self.runner.input_batch.num_reqs
+            self.to_wipe |= {id for id, i in writers.items() if not one_each or bool(odd[i])}
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         drawn = self._plain[2](*args, **kwargs)
@@ -259,6 +249,8 @@ class WorkerHost:
                 for id, live in self.live.items():
                     if live.ended and id not in self.ended:
                         self.ended[id] = live.drawn - live.spoilt
+                        if live.wrote and live.error is not None:
+                            self.to_wipe.add(id)  # perhaps before any row of it has come out of the model
             self._open = []
         return drawn
 
@@ -272,11 +264,6 @@ def _may_preempt(runner: Any) -> bool:
     groups = len(runner.kv_cache_config.kv_cache_groups)
     longest = -(-config.model_config.max_model_len // size)
     return bool(blocks - 1 < config.scheduler_config.max_num_seqs * longest * groups)
-
-
-def _may_have_spoilt(live: Live) -> bool:
-    """Whether a request ended with its own error after a write, perhaps before any row of it came out of the model."""
-    return live.wrote and live.error is not None
 
 
 def wipe(runner: Any, id: str) -> None:
